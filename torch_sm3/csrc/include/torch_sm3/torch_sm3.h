@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+/// \file
+/// Everything that torch_sm3 offers to C++ programs.
+
+#include <torch_sm3/library.h>
