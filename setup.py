@@ -58,6 +58,7 @@ class CMakeBuild(build_ext):
             prefix = Path(self.build_lib).resolve() / "torch_sm3"
         build = build_dir()
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
+        build_type = "Debug" if os.environ.get("DEBUG") == "1" else "Release"
         configure = [
             "cmake",
             "-S",
@@ -65,7 +66,7 @@ class CMakeBuild(build_ext):
             "-B",
             str(build),
             f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}",
-            f"-DCMAKE_BUILD_TYPE={'Debug' if os.environ.get('DEBUG') == '1' else 'Release'}",
+            f"-DCMAKE_BUILD_TYPE={build_type}",
         ]
         if not (build / "CMakeCache.txt").exists():
             configure += ["-G", "Ninja"]

@@ -88,8 +88,9 @@ def load() -> dict[str, Any]:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         raise ImportError(
-            f"torch_sm3: expected to load {LIBRARY}, but the loader said: {error}; the "
-            f"installed torch may have changed since the build; type: {reinstall_line()}"
+            f"torch_sm3: expected to load {LIBRARY}, but the loader said: {error}; "
+            "the installed torch may have changed since the build; type: "
+            f"{reinstall_line()}"
         ) from error
     return info
 
