@@ -49,7 +49,7 @@ def test_build_information_is_read_without_loading() -> None:
 def test_other_torch_is_refused_in_one_sentence(version: str, cuda: str | None) -> None:
     info = _library.read_build_info()
     running = version.format(built=info["torch"])
-    with pytest.raises(ImportError, match="expected torch .* but got torch") as caught:
+    with pytest.raises(ImportError, match=r"expected torch .* but got torch") as caught:
         _library.check_torch(info, running, cuda)
     assert "pip install --no-build-isolation" in str(caught.value)
     assert running in str(caught.value) and "\n" not in str(caught.value)
