@@ -34,10 +34,10 @@ if(TORCH_SM3_WITH_CUDA)
     "${TORCH_SM3_TORCH_ROOT}/lib/libc10_cuda.so" "${TORCH_SM3_TORCH_ROOT}/lib/libtorch_cuda.so" CUDA::cudart)
 endif()
 
-# torch_sm3_sources(FILES...): private sources of one component; .cu files only where CUDA is built.
+# torch_sm3_sources(FILES...): private sources of one component; .cu and *_cuda.cpp files only where CUDA is built.
 function(torch_sm3_sources)
   foreach(_file IN LISTS ARGN)
-    if(NOT _file MATCHES "\\.cu$" OR TORCH_SM3_WITH_CUDA)
+    if(NOT _file MATCHES "(\\.cu|_cuda\\.cpp)$" OR TORCH_SM3_WITH_CUDA)
       target_sources(torch_sm3 PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}/${_file}")
     endif()
   endforeach()

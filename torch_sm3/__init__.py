@@ -2,10 +2,11 @@
 """Train, in stock PyTorch, models that do not fit."""
 
 from torch_sm3._library import BUILD_INFO, PACKAGE
+from torch_sm3.optim import SM3, sm3
 
 __version__: str = BUILD_INFO["version"]
 
 #: For ``-DCMAKE_PREFIX_PATH=``, beside ``torch.utils.cmake_prefix_path``.
 cmake_prefix_path = str(PACKAGE / "share" / "cmake")
 
-__all__ = ["__version__", "cmake_prefix_path"]
+__all__ = ["SM3", "__version__", "cmake_prefix_path", "sm3"]

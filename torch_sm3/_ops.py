@@ -7,6 +7,7 @@ The C++ ``Meta`` kernels are the fake kernels, so nothing is registered here.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from torch_sm3 import _library
 
@@ -27,6 +28,41 @@ def cpu_capability() -> str:
 
 
 # --- SM3 -------------------------------------------------------------------
+
+
+def sm3_accumulators(param: Tensor) -> list[Tensor]:
+    """Return the zero accumulators of one parameter."""
+    return _ops.sm3_accumulators(param)
+
+
+def sm3_update_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    accumulators: list[Tensor],
+    momentum_buffers: list[Tensor],
+    *,
+    steps: list[Tensor],
+    lr: float,
+    momentum: float,
+    beta2: float,
+    eps: float | None,
+    weight_decay: float,
+    maximize: bool,
+) -> None:
+    """Do one step of SM3-II on a list of parameters, in place."""
+    _ops.sm3_update_(
+        params,
+        grads,
+        accumulators,
+        momentum_buffers,
+        steps=steps,
+        lr=lr,
+        momentum=momentum,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        maximize=maximize,
+    )
 
 
 # --- Adasum ----------------------------------------------------------------

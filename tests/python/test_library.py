@@ -14,6 +14,8 @@ from torch_sm3 import _library, _ops
 OPERATORS = {
     "build_info": ["CompositeImplicitAutograd"],
     "cpu_capability": ["CompositeImplicitAutograd"],
+    "sm3_accumulators": ["CompositeExplicitAutograd"],
+    "sm3_update_": ["CPU", "CUDA", "Meta"],
 }
 
 

@@ -5,3 +5,4 @@
 /// Everything that torch_sm3 offers to C++ programs.
 
 #include <torch_sm3/library.h>
+#include <torch_sm3/sm3.h>
