@@ -48,6 +48,12 @@ def build_dir() -> Path:
     return Path(os.environ.get("TORCH_SM3_BUILD_DIR", ROOT / "build" / name))
 
 
+if sys.argv[1:] == ["--build-dir"]:
+    # For the Makefile: the name of the build folder is made up here and nowhere else.
+    print(build_dir())
+    sys.exit()
+
+
 class CMakeBuild(build_ext):
     """Configures, builds and installs the one library into the package."""
 
@@ -65,6 +71,8 @@ class CMakeBuild(build_ext):
             str(ROOT),
             "-B",
             str(build),
+            # A folder of this name may remember the torch of another environment.
+            "-UTORCH_SM3_TORCH_CONFIG",
             f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}",
             f"-DCMAKE_BUILD_TYPE={build_type}",
         ]

@@ -1,7 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train, in stock PyTorch, models that do not fit."""
 
-from torch_sm3._library import BUILD_INFO, PACKAGE
+import sys as _sys
+
+from torch_sm3._build_info import PACKAGE
+
+try:
+    from torch_sm3._library import BUILD_INFO
+except ImportError as _error:
+    # The report is asked for just when the library does not load.
+    from torch_sm3 import info
+
+    if not info.asked_for():
+        raise
+    _sys.exit(info.main(error=_error))
+
 from torch_sm3.optim import SM3, sm3
 
 __version__: str = BUILD_INFO["version"]

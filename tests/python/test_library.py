@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torch_sm3
-from torch_sm3 import _library, _ops
+from torch_sm3 import _build_info, _ops
 
 # Every operator of the library and the dispatch keys that it must have: the table
 # of contents. CUDA is asked for only where the build has it.
@@ -39,7 +39,7 @@ def test_operator_has_its_kernels(name: str) -> None:
 
 
 def test_build_information_is_read_without_loading() -> None:
-    info = _library.read_build_info()
+    info = _build_info.read_build_info()
     assert info == json.loads(_ops.build_info())
     assert torch.__version__.startswith(info["torch"])
 
@@ -49,17 +49,17 @@ def test_build_information_is_read_without_loading() -> None:
     [("2.3.0", None), ("3.14.0", "13.0"), ("{built}", "1.2")],
 )
 def test_other_torch_is_refused_in_one_sentence(version: str, cuda: str | None) -> None:
-    info = _library.read_build_info()
+    info = _build_info.read_build_info()
     running = version.format(built=info["torch"])
     with pytest.raises(ImportError, match=r"expected torch .* but got torch") as caught:
-        _library.check_torch(info, running, cuda)
+        _build_info.check_torch(info, running, cuda)
     assert "pip install --no-build-isolation" in str(caught.value)
     assert running in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_missing_library_says_what_to_type(tmp_path) -> None:
     with pytest.raises(ImportError, match="pip install --no-build-isolation"):
-        _library.read_build_info(tmp_path / "libtorch_sm3.so")
+        _build_info.read_build_info(tmp_path / "libtorch_sm3.so")
     (tmp_path / "other.so").write_bytes(b"\x7fELF")
     with pytest.raises(ImportError, match="expected build information"):
-        _library.read_build_info(tmp_path / "other.so")
+        _build_info.read_build_info(tmp_path / "other.so")
