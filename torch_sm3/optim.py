@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
@@ -12,10 +11,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from torch_sm3 import _ops
+from torch_sm3._sm3_checks import check_options, check_param
 
 __all__ = ["SM3", "sm3"]
 
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DEFAULTS: dict[str, Any] = {
     "lr": 0.1,
     "momentum": 0.0,
@@ -24,72 +23,6 @@ _DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.0,
     "maximize": False,
 }
-
-
-def _expect(condition: bool, expected: str, value: object, name: str) -> None:
-    if not condition:
-        raise ValueError(
-            f"SM3: expected {expected}, but got {value} (argument {name!r})"
-        )
-
-
-def _is_size(value: object) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value >= 0  # type: ignore[arg-type]
-
-
-def _check_options(group: dict[str, Any]) -> None:
-    """Check the hyper-parameters of one group."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-    elif callable(lr):
-        raise TypeError(
-            "SM3: expected a number, but got a callable (argument 'lr'); for a "
-            "schedule use torch.optim.lr_scheduler.LambdaLR"
-        )
-    else:
-        _expect(_is_size(lr), "a finite number >= 0", lr, "lr")
-    momentum, beta2, eps = group["momentum"], group["beta2"], group["eps"]
-    _expect(
-        _is_size(momentum) and momentum < 1, "0 <= momentum < 1", momentum, "momentum"
-    )
-    _expect(
-        beta2 is None or (_is_size(beta2) and 0 < beta2 <= 1),
-        "None or 0 < beta2 <= 1 (other ports' beta=0 means the sum: pass None)",
-        beta2,
-        "beta2",
-    )
-    _expect(eps is None or _is_size(eps), "None or a finite number >= 0", eps, "eps")
-    decay = group["weight_decay"]
-    _expect(_is_size(decay), "a finite number >= 0", decay, "weight_decay")
-
-
-def _check_param(param: Tensor) -> None:
-    """Check that SM3 has a rule for a parameter."""
-    if param.is_complex():
-        raise ValueError(
-            f"SM3: expected real parameters, but got {param.dtype} (argument "
-            "'params'); use separate real and imaginary parameters"
-        )
-    _expect(
-        param.dtype in _DTYPES,
-        "float64, float32, float16 or bfloat16 parameters",
-        param.dtype,
-        "params",
-    )
-    _expect(param.layout == torch.strided, "dense parameters", param.layout, "params")
-    shared = any(
-        stride == 0 and size > 1
-        for stride, size in zip(param.stride(), param.shape, strict=True)
-    )
-    _expect(
-        not shared,
-        "parameters whose elements do not share memory",
-        f"strides {tuple(param.stride())}",
-        "params",
-    )
 
 
 class SM3(Optimizer):
@@ -167,7 +100,7 @@ class SM3(Optimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
         }
-        _check_options(defaults)
+        check_options(defaults)
         self._loaded: dict[str, Any] | None = None
         super().__init__(params, defaults)
 
@@ -178,11 +111,11 @@ class SM3(Optimizer):
             param_group: parameters under ``"params"`` and options that differ from
                 the defaults.
         """
-        _check_options({**self.defaults, **param_group})
+        check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
             for param in self.param_groups[-1]["params"]:
-                _check_param(param)
+                check_param(param)
         except ValueError:
             del self.param_groups[-1]
             raise

@@ -31,7 +31,7 @@ CXX = {".h", ".cuh", ".cpp", ".cu"}
 # Element arithmetic, then kernels: raw pointers and sizes.
 MATH = re.compile(r"_math\.h$")
 KERNEL = re.compile(
-    r"_kernel\.(h|cuh)$|_kernels\.(h|cuh)$|_cuda\.cu$|_(scalar|avx2|avx512)\.cpp$|_simd\.h$"
+    r"_(kernel|kernel_impl|device|cuda)\.(h|cuh|cu)$|_(scalar|avx2|avx512)\.cpp$"
 )
 # The only headers of the public interface that a kernel may see: no torch in them.
 PLAIN = {"torch_sm3/export.h", "torch_sm3/library.h"}

@@ -50,7 +50,13 @@ struct SM3Item {
 /// \return one item per parameter
 std::vector<SM3Item> check_sm3_update(const SM3Arguments& arguments);
 
-/// Rounds up what all kernels do last: versions of written tensors.
+/// Checks one parameter; `index` is its place in the list.
+void check_sm3_param(const at::Tensor& param, size_t index);
+
+/// float64 for a float64 parameter, else float32: 16-bit sums would stall.
+at::ScalarType sm3_accumulator_dtype(const at::Tensor& param);
+
+/// Marks all written tensors as changed; kernels call it last.
 void bump_sm3_versions(const SM3Arguments& arguments);
 
 SM3Hyperparameters sm3_hyperparameters(
