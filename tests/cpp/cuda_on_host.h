@@ -11,11 +11,11 @@
 
 #include <array>
 #include <atomic>
-#include <barrier>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <stdexcept>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -42,9 +42,49 @@ namespace cuda_on_host {
 
 inline constexpr unsigned kWarpSize = 32;
 
+/// A barrier that some threads may leave for good.
+///
+/// Not `std::barrier`: its waiters meet in a table of the whole process, and
+/// what the thread sanitizer takes from there for an order hides races.
+class Barrier {
+ public:
+  explicit Barrier(unsigned threads) : threads_(threads), missing_(threads) {}
+
+  void arrive_and_wait() {
+    std::unique_lock lock(mutex_);
+    const unsigned phase = phase_;
+    if (--missing_ == 0) {
+      next_phase();
+    } else {
+      all_here_.wait(lock, [&] { return phase_ != phase; });
+    }
+  }
+
+  void arrive_and_drop() {
+    const std::scoped_lock lock(mutex_);
+    --threads_;
+    if (--missing_ == 0) {
+      next_phase();
+    }
+  }
+
+ private:
+  void next_phase() {
+    ++phase_;
+    missing_ = threads_;
+    all_here_.notify_all();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable all_here_;
+  unsigned threads_;
+  unsigned missing_;
+  unsigned phase_ = 0;
+};
+
 struct Warp {
   explicit Warp(unsigned threads) : barrier(threads) {}
-  std::barrier<> barrier;
+  Barrier barrier;
   std::array<uint64_t, kWarpSize> slots{};
 };
 
@@ -56,7 +96,7 @@ struct Block {
           std::make_unique<Warp>(left < kWarpSize ? left : kWarpSize));
     }
   }
-  std::barrier<> barrier;
+  Barrier barrier;
   unsigned threads;
   std::vector<std::unique_ptr<Warp>> warps;
 };
@@ -84,6 +124,8 @@ void launch(dim3 grid, dim3 threads, Kernel kernel, Args... args) {
             flat % threads.x,
             flat / threads.x % threads.y,
             flat / threads.x / threads.y);
+        // The first threads would be done before the last ones exist.
+        state.barrier.arrive_and_wait();
         kernel(args...);
         // A thread that has returned is waited for no more, as on a device.
         state.warps[flat / kWarpSize]->barrier.arrive_and_drop();
