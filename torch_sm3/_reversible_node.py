@@ -136,7 +136,7 @@ class Call:
         self._side = self._side.without_tensors()
         self._states = {}
 
-    def side(self, keys: Any, tensors: Sequence[Any]) -> Any:
+    def side(self, keys: Any, tensors: Any) -> Any:
         """Build one F's keyword arguments from ``tensors``."""
         assert self._side is not None
         return self._side.build(keys, tensors)
@@ -182,10 +182,12 @@ class Call:
         cursor = _Cursor(len(self.steps), stack, tensors[: self._n_side], self._n_nodes)
         cursors = self._cursors
         cursors[task] = cursor
+
+        def forget() -> None:
+            cursors.pop(task, None)
+
         # For the passes in which some nodes do not run.
-        torch.autograd.Variable._execution_engine.queue_callback(
-            lambda: cursors.pop(task, None)
-        )
+        torch.autograd.Variable._execution_engine.queue_callback(forget)
         return cursor
 
 
@@ -310,17 +312,18 @@ def _check_graph(replay: Replay, value: Tensor, inputs: Iterable[Tensor]) -> Non
 class _SuspendedHooks:
     """Keeps tensor hooks for the outer backward pass, where they fire once."""
 
-    __slots__ = ("_hooks",)
+    __slots__ = ("_content", "_hooks")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._hooks = [h for h in [t._backward_hooks for t in tensors] if h]
+        found: list[Any] = [tensor._backward_hooks for tensor in tensors]
+        self._hooks = [hooks for hooks in found if hooks]
 
     def __enter__(self) -> None:
-        # Emptied in place: autograd holds the dictionary itself.
-        self._hooks = [(hooks, dict(hooks)) for hooks in self._hooks]
-        for hooks, _ in self._hooks:
+        self._content = [dict(hooks) for hooks in self._hooks]
+        for hooks in self._hooks:
+            # Emptied in place: autograd holds the dictionary itself.
             hooks.clear()
 
     def __exit__(self, *_: object) -> None:
-        for hooks, content in self._hooks:
+        for hooks, content in zip(self._hooks, self._content, strict=True):
             hooks.update(content)

@@ -14,10 +14,12 @@ from torch_sm3._reversible_replay import Learned
 
 
 def add(acc: Tensor, value: Tensor) -> Tensor:
+    """Return ``acc + value`` in the accumulator's dtype."""
     return acc + value.to(acc.dtype)
 
 
 def sub(acc: Tensor, value: Tensor) -> Tensor:
+    """Return ``acc - value`` in the accumulator's dtype."""
     return acc - value.to(acc.dtype)
 
 

@@ -252,12 +252,13 @@ class ReversibleSequence(Block):
     Example:
         >>> import torch
         >>> from torch_sm3.reversible import AdditiveCoupling, ReversibleSequence
-        >>> mlp = lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
-        >>> seq = ReversibleSequence(*[AdditiveCoupling(mlp(), mlp()) for _ in range(9)])
+        >>> from torch.nn import Linear
+        >>> blocks = [AdditiveCoupling(Linear(8, 8), Linear(8, 8)) for _ in range(9)]
+        >>> seq = ReversibleSequence(*blocks)
         >>> x = torch.randn(3, 8)
         >>> y1, y2 = seq(x, x)
         >>> (y1 + y2).sum().backward()
-        >>> seq[0].F[0].weight.grad.shape
+        >>> seq[0].F.weight.grad.shape
         torch.Size([8, 8])
 
     Source: Gomez et al., The Reversible Residual Network, NeurIPS 2017; Kitaev et al.,

@@ -57,7 +57,10 @@ def loss_of(outputs: Sequence[Any]) -> Tensor:
     for i, y in enumerate(outputs):
         if isinstance(y, Tensor) and y.is_floating_point():
             weight = torch.linspace(-1, 1 + i, y.numel()).reshape(y.shape)
-            total = total + (weight * torch.sin(y.float() if y.dtype.itemsize < 4 else y)).sum()
+            total = (
+                total
+                + (weight * torch.sin(y.float() if y.dtype.itemsize < 4 else y)).sum()
+            )
     return total
 
 

@@ -36,7 +36,9 @@ def as_numpy(blocks):
     return [(weights(b.F), weights(b.G)) for b in blocks]
 
 
-@pytest.mark.parametrize(("dtype", "tol"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
+@pytest.mark.parametrize(
+    ("dtype", "tol"), [(torch.float64, 1e-12), (torch.float32, 1e-4)]
+)
 def test_coupling_equals_the_float64_oracle(dtype, tol):
     seq = couplings(5, lambda: TanhMLP(6, 11)).to(dtype)
     x1, x2, c1, c2 = torch.randn(4, 3, 6, dtype=dtype).unbind()
@@ -47,7 +49,10 @@ def test_coupling_equals_the_float64_oracle(dtype, tol):
     want = oracle.forward(x1.detach().numpy(), x2.detach().numpy(), blocks)
     for got, expected in zip((y1, y2), want, strict=True):
         torch.testing.assert_close(
-            got.detach().double(), torch.from_numpy(expected).double(), rtol=tol, atol=tol
+            got.detach().double(),
+            torch.from_numpy(expected).double(),
+            rtol=tol,
+            atol=tol,
         )
     g1, g2, grads = oracle.backward(*want, c1.numpy(), c2.numpy(), blocks)
     expected = [g1, g2, *[a for block in grads for half in block for a in half]]
@@ -135,7 +140,9 @@ def test_gradcheck_of_streams_and_of_every_parameter():
     seq = couplings(2, lambda: TanhMLP(3, 4)).double()
     names = [name for name, _ in seq.named_parameters()]
     parameters = [p.detach().clone().requires_grad_() for p in seq.parameters()]
-    streams = [torch.randn(2, 3, dtype=torch.double, requires_grad=True) for _ in range(2)]
+    streams = [
+        torch.randn(2, 3, dtype=torch.double, requires_grad=True) for _ in range(2)
+    ]
 
     def call(x1, x2, *values):
         for name, value in zip(names, values, strict=True):
@@ -174,7 +181,10 @@ def test_select_permutes_and_duplicates():
 
 def test_gradients_of_duplicates_are_summed():
     seq = ReversibleSequence(
-        HalfResidual(mlp()), Select([0, 1, 0]), HalfResidual(mlp()), Swap(),
+        HalfResidual(mlp()),
+        Select([0, 1, 0]),
+        HalfResidual(mlp()),
+        Swap(),
         HalfResidual(mlp()),
     ).double()
     x = [torch.randn(2, 8, dtype=torch.double, requires_grad=True) for _ in range(2)]
