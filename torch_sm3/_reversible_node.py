@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
 
+from torch_sm3 import _ops
 from torch_sm3._reversible_replay import GeneratorStates, Inventory, Replay
-from torch_sm3._reversible_steps import Half, Permute, Side, add, check_value, sub
+from torch_sm3._reversible_steps import Half, Permute, Side, check_value
 
 _FREED = (
     "Trying to backward through the graph a second time (or directly access saved "
@@ -152,14 +153,14 @@ class Call:
             if isinstance(step, Permute):
                 step.reverse(cursor.stack)
             else:
-                step.move(self, cursor, sub)
+                step.move(self, cursor, _ops.reversible_sub)
             cursor.position -= 1
         while cursor.position < position:
             step = self.steps[cursor.position]
             if isinstance(step, Permute):
                 step.forward(cursor.stack)
             else:
-                step.move(self, cursor, add)
+                step.move(self, cursor, _ops.reversible_add)
             cursor.position += 1
         return cursor
 
@@ -225,7 +226,7 @@ class _HalfNode(Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.step = step
-        return add(acc, value)
+        return _ops.reversible_add(acc, value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -243,7 +244,7 @@ class _HalfNode(Function):
         value, inputs = _recompute(call, step, cursor, needs)
         stack, acc = cursor.stack, step.half.acc
         # Before the VJP, so that the old accumulator's memory is free in it.
-        stack[acc] = sub(stack[acc], value.detach())
+        stack[acc] = _ops.reversible_sub(stack[acc], value.detach())
         cursor.position = step.position
         call.done(cursor)
         del cursor, stack

@@ -10,17 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torch_sm3 import _ops
 from torch_sm3._reversible_replay import Learned
-
-
-def add(acc: Tensor, value: Tensor) -> Tensor:
-    """Return ``acc + value`` in the accumulator's dtype."""
-    return acc + value.to(acc.dtype)
-
-
-def sub(acc: Tensor, value: Tensor) -> Tensor:
-    """Return ``acc - value`` in the accumulator's dtype."""
-    return acc - value.to(acc.dtype)
 
 
 class Side:
@@ -186,11 +177,12 @@ class Half:
             names.append(side.names if declared is None else declared & side.names)
         return names
 
-    def plain(self, stack: list[Any], side: Side, name: str, op: Any = add) -> None:
-        """Run the step with ordinary operators; ``op`` is ``add`` or ``sub``."""
+    def plain(self, stack: list[Any], side: Side, name: str, backwards: bool) -> None:
+        """Run the step, or its inverse, with ordinary operators."""
         kwargs = side.build(self.side_names(side), side.tensors)
         value = self.run([stack[i] for i in self.reads], kwargs)
         check_value(value, stack[self.acc], name)
+        op = _ops.reversible_sub if backwards else _ops.reversible_add
         stack[self.acc] = op(stack[self.acc], value)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torch_sm3._reversible_node import Call
 from torch_sm3._reversible_replay import Learned
-from torch_sm3._reversible_steps import Half, Permute, Side, sub
+from torch_sm3._reversible_steps import Half, Permute, Side
 
 __all__ = [
     "AdditiveCoupling",
@@ -399,10 +399,8 @@ def _run_steps(
     for step in reversed(steps) if backwards else steps:
         if isinstance(step, Permute):
             (step.reverse if backwards else step.forward)(items)
-        elif backwards:
-            step.plain(items, side, name, sub)
         else:
-            step.plain(items, side, name)
+            step.plain(items, side, name, backwards)
 
 
 def _check_module(op: str, argument: str, module: Any) -> None:
