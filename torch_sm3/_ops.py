@@ -71,4 +71,14 @@ def sm3_update_(
 # --- reversible ------------------------------------------------------------
 
 
+def reversible_add(acc: Tensor, value: Tensor) -> Tensor:
+    """Return ``acc + value`` in the accumulator's dtype, without broadcasting."""
+    return _ops.reversible_add(acc, value)
+
+
+def reversible_sub(acc: Tensor, value: Tensor) -> Tensor:
+    """Return ``acc - value`` in the accumulator's dtype, without broadcasting."""
+    return _ops.reversible_sub(acc, value)
+
+
 # --- pipeline --------------------------------------------------------------

@@ -14,6 +14,8 @@ from torch_sm3 import _build_info, _ops
 OPERATORS = {
     "build_info": ["CompositeImplicitAutograd"],
     "cpu_capability": ["CompositeImplicitAutograd"],
+    "reversible_add": ["CPU", "CUDA", "Meta", "Autograd"],
+    "reversible_sub": ["CPU", "CUDA", "Meta", "Autograd"],
     "sm3_accumulators": ["CompositeExplicitAutograd"],
     "sm3_update_": ["CPU", "CUDA", "Meta"],
 }

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What F's recompute must see again: generators, autocast, flags, buffers, weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: State of each generator after the last F of a call, by device.
+GeneratorStates = dict[torch.device, Tensor]
+
+
+#: Attributes that every module has.
+_STANDARD = frozenset(nn.Module().__dict__)
+
+
+class Inventory:
+    """All modules, buffers and gradient-requiring tensors below some layers.
+
+    It is taken anew for every run: parameters may be replaced between two calls, and
+    one flat walk costs less than a single small kernel.
+    """
+
+    __slots__ = ("buffers", "modules", "owned")
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        modules = list(layers)
+        seen = set(modules)
+        owned: dict[int, Tensor] = {}
+        buffers: list[tuple[nn.Module, str, Tensor]] = []
+        for module in modules:  # grows while it is walked
+            for child in module._modules.values():
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    modules.append(child)
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.requires_grad:
+                    owned[id(parameter)] = parameter
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    if buffer.requires_grad:
+                        owned[id(buffer)] = buffer
+                    else:
+                        buffers.append((module, name, buffer))
+            # Weights that a wrapper made and set as plain attributes, for instance
+            # in the replicas of nn.DataParallel.
+            attributes = module.__dict__
+            for name in attributes.keys() - _STANDARD:
+                value = attributes[name]
+                if isinstance(value, Tensor) and value.requires_grad:
+                    owned[id(value)] = value
+        self.modules = modules
+        self.owned = list(owned.values())
+        self.buffers = buffers
+
+    def flags(self) -> tuple[bool, ...]:
+        """Return the training flag of every module."""
+        return tuple([module.training for module in self.modules])
+
+
+class Learned:
+    """What the first calls taught about one F; plain data, so it pickles."""
+
+    def __init__(self) -> None:
+        #: For each training-flag pattern, positions of the buffers that F changes.
+        self.changed: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        #: Whether F's graph was searched for tensors that nothing declares.
+        self.graph_checked = False
+
+
+class Replay:
+    """One F's first run, to be run again with the same outcome.
+
+    Args:
+        name: how messages call this F, for instance ``block 3``.
+        layers: modules that run one after the other.
+        inventory: what :class:`Inventory` found below ``layers``.
+        learned: what earlier calls found out about this F.
+    """
+
+    __slots__ = (
+        "_autocast",
+        "_buffers",
+        "_flags",
+        "_inventory",
+        "_states",
+        "_versions",
+        "layers",
+        "learned",
+        "name",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        layers: Sequence[nn.Module],
+        inventory: Inventory,
+        learned: Learned,
+    ) -> None:
+        self.name = name
+        self.layers = layers
+        self.learned = learned
+        self._inventory = inventory
+        self._flags = inventory.flags()
+        self._versions = [tensor._version for tensor in inventory.owned]
+        self._autocast = _autocast_state()
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
+        self._states: GeneratorStates = {}
+
+    @property
+    def owned(self) -> list[Tensor]:
+        """The tensors below the layers that required grad in the first run."""
+        return self._inventory.owned
+
+    def first(
+        self,
+        call: Callable[[], Any],
+        arguments: Sequence[Tensor],
+        states: GeneratorStates,
+    ) -> Any:
+        """Run F and record what it needs to be run again.
+
+        Args:
+            call: runs F.
+            arguments: all tensors that F is given.
+            states: generator states after the previous F of this call; updated. They
+                spare a snapshot, because nothing but F draws in between.
+
+        Returns:
+            What F returned.
+
+        Raises:
+            RuntimeError: if F wrote in place to an argument, or to a buffer that it
+                left alone in earlier calls.
+        """
+        versions = [item._version for item in arguments]
+        before = self._snapshot_buffers()
+        devices = self._devices(arguments)
+        for device in devices:
+            if device not in states:
+                states[device] = _generator(device).get_state()
+        # A weight cast here carries no graph and must not be found by a later op
+        # that needs one.
+        cache = bool(self._autocast) and torch.is_autocast_cache_enabled()
+        if cache:
+            torch.set_autocast_cache_enabled(False)
+        try:
+            result = call()
+        finally:
+            if cache:
+                torch.set_autocast_cache_enabled(True)
+        for device in devices:
+            state = _generator(device).get_state()
+            if not torch.equal(state, states[device]):
+                self._states[device] = states[device]
+                states[device] = state
+        for item, version in zip(arguments, versions, strict=True):
+            if item._version != version:
+                raise RuntimeError(
+                    f"reversible: expected F of {self.name} to leave its inputs "
+                    f"alone, but got a write in place to one of shape "
+                    f"{tuple(item.shape)} (argument 'F')"
+                )
+        self._record_buffers(before)
+        return result
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Set the world of the first run, and restore today's afterwards.
+
+        Raises:
+            RuntimeError: if a weight of F was changed or replaced meanwhile.
+        """
+        inventory = Inventory(self.layers)
+        self._check_weights(inventory)
+        restore: list[Any] = []
+        flags = inventory.flags()
+        outer = {d: _generator(d).get_state() for d in self._states}
+        try:
+            if flags != self._flags:
+                for module, flag in zip(inventory.modules, self._flags, strict=True):
+                    module.training = flag
+            for module, name, value in self._buffers:
+                restore.append((module, name, module._buffers[name]))
+                # A clone, because F changes it and the graph may be retained.
+                module._buffers[name] = value.clone()
+            for device, state in self._states.items():
+                _generator(device).set_state(state)
+            if self._autocast or _autocast_state():
+                with contextlib.ExitStack() as stack:
+                    for context in _autocast_contexts(self._autocast):
+                        stack.enter_context(context)
+                    yield
+            else:
+                yield
+        finally:
+            for device, state in outer.items():
+                _generator(device).set_state(state)
+            for module, name, value in restore:
+                module._buffers[name] = value
+            if flags != self._flags:
+                for module, flag in zip(inventory.modules, flags, strict=True):
+                    module.training = flag
+
+    def _devices(self, arguments: Sequence[Tensor]) -> list[torch.device]:
+        devices = {_CPU: None}
+        if torch.cuda.is_initialized():
+            tensors = [*arguments, *self._inventory.owned]
+            tensors += [buffer for _, _, buffer in self._inventory.buffers]
+            devices.update({t.device: None for t in tensors if t.is_cuda})
+        return list(devices)
+
+    def _check_weights(self, inventory: Inventory) -> None:
+        mine = self._inventory.owned
+        same = len(inventory.owned) == len(mine) and all(
+            new is old for new, old in zip(inventory.owned, mine, strict=True)
+        )
+        if not same or len(inventory.modules) != len(self._flags):
+            raise RuntimeError(
+                f"reversible: expected {self.name} to keep its weights until the "
+                "backward pass, but got others (was it called through "
+                "functional_call, or a parameter replaced?)"
+            )
+        for tensor, version in zip(mine, self._versions, strict=True):
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"reversible: expected the weights of {self.name} unchanged until "
+                    f"the backward pass, but got one of shape {tuple(tensor.shape)} "
+                    f"at version {tensor._version}, first run at {version}"
+                )
+
+    def _buffer_key(self) -> tuple[Any, ...]:
+        return self._flags, len(self._inventory.buffers)
+
+    def _snapshot_buffers(self) -> list[tuple[Tensor | None, int]]:
+        buffers = self._inventory.buffers
+        if not buffers:
+            return []
+        known = self.learned.changed.get(self._buffer_key())
+        return [
+            (b.clone() if known is None or i in known else None, b._version)
+            for i, (_, _, b) in enumerate(buffers)
+        ]
+
+    def _record_buffers(self, before: list[tuple[Tensor | None, int]]) -> None:
+        if not before:
+            return
+        key = self._buffer_key()
+        known = self.learned.changed.get(key)
+        changed = []
+        for i, (module, name, buffer) in enumerate(self._inventory.buffers):
+            copy, version = before[i]
+            now = module._buffers.get(name)
+            if copy is not None:
+                # Batch norm writes its running statistics without a new version,
+                # so the values are compared, once for each pattern of flags.
+                if (
+                    known is None
+                    and now is buffer
+                    and buffer._version == version
+                    and torch.equal(copy, buffer)
+                ):
+                    continue
+                self._buffers.append((module, name, copy))
+                changed.append(i)
+            elif buffer._version != version:
+                raise RuntimeError(
+                    f"reversible: expected F of {self.name} to change buffer '{name}' "
+                    "in its first call already, but got a first change in a later one"
+                )
+            elif now is not buffer:
+                self._buffers.append((module, name, buffer))
+        if known is None:
+            self.learned.changed[key] = tuple(changed)
+
+
+_CPU = torch.device("cpu")
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[device.index]
+
+
+def _device_types() -> tuple[str, ...]:
+    return ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+
+
+def _autocast_state() -> dict[str, torch.dtype]:
+    return {
+        kind: torch.get_autocast_dtype(kind)
+        for kind in _device_types()
+        if torch.is_autocast_enabled(kind)
+    }
+
+
+def _autocast_contexts(first: dict[str, torch.dtype]) -> list[torch.autocast]:
+    contexts = []
+    for kind in _device_types():
+        if kind in first:
+            contexts.append(torch.autocast(kind, first[kind], cache_enabled=False))
+        elif torch.is_autocast_enabled(kind):
+            contexts.append(torch.autocast(kind, enabled=False))
+    return contexts

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps that reversible blocks are made of, and side context."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_sm3 import _ops
+from torch_sm3._reversible_replay import Learned
+
+
+class Side:
+    """Side context of one call: values by name, their tensors in one list.
+
+    Args:
+        values: tensors, other values, and nested tuples, lists and dicts of them.
+    """
+
+    __slots__ = ("_places", "_templates", "tensors")
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.tensors: list[Tensor] = []
+        self._templates: dict[str, Any] = {}
+        self._places: dict[str, list[int]] = {}
+        index: dict[int, int] = {}
+        for name, value in values.items():
+            places: list[int] = []
+            self._templates[name] = self._strip(value, index, places)
+            self._places[name] = places
+
+    def __bool__(self) -> bool:
+        return bool(self._templates)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the values."""
+        return frozenset(self._templates)
+
+    def places(self, keys: Sequence[frozenset[str]]) -> list[int]:
+        """Return the positions of the tensors that the named values contain."""
+        if not self._templates:
+            return []
+        names = frozenset().union(*keys)
+        return sorted({i for name in names for i in self._places[name]})
+
+    def build(self, keys: Sequence[frozenset[str]], tensors: Any) -> list[Any]:
+        """Return one dict of keyword arguments for each layer."""
+        if not self._templates:
+            return []
+        return [
+            {name: _fill(self._templates[name], tensors) for name in names}
+            for names in keys
+        ]
+
+    def without_tensors(self) -> Side:
+        """Return the structure alone, which keeps no tensor alive."""
+        structure = Side({})
+        structure._templates = self._templates
+        structure._places = self._places
+        return structure
+
+    def _strip(self, value: Any, index: dict[int, int], places: list[int]) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in index:
+                index[id(value)] = len(self.tensors)
+                self.tensors.append(value)
+            places.append(index[id(value)])
+            return _Slot(index[id(value)])
+        if isinstance(value, dict):
+            return {k: self._strip(v, index, places) for k, v in value.items()}
+        if isinstance(value, (tuple, list)):
+            items = [self._strip(v, index, places) for v in value]
+            return _like(value, items)
+        return value
+
+
+class _Slot:
+    """Stands for a tensor in a value that keeps none alive."""
+
+    __slots__ = ("place",)
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+def _like(value: Any, items: list[Any]) -> Any:
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    return type(value)(items)
+
+
+def _fill(template: Any, tensors: Any) -> Any:
+    if isinstance(template, _Slot):
+        return tensors[template.place]
+    if isinstance(template, dict):
+        return {k: _fill(v, tensors) for k, v in template.items()}
+    if isinstance(template, (tuple, list)):
+        return _like(template, [_fill(v, tensors) for v in template])
+    return template
+
+
+@lru_cache(maxsize=1024)
+def _declared(forward: Any, n_positional: int) -> frozenset[str] | None:
+    """Names that ``forward`` takes by keyword; None if it takes every name."""
+    try:
+        parameters = list(inspect.signature(forward).parameters.values())
+    except (TypeError, ValueError):  # a TorchScript method
+        names = [argument.name for argument in forward.schema.arguments]
+        return frozenset(names[1 + n_positional :])
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    positional = [
+        p.name
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    taken = set(positional[:n_positional])
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(p.name for p in parameters if p.kind in kinds) - taken
+
+
+class Half:
+    """The step ``stack[acc] += F(stack[reads])``.
+
+    Args:
+        layers: modules that run one after the other and together are F.
+        acc: position of the accumulator in the stack.
+        reads: positions of F's arguments.
+        learned: what earlier calls found out about F.
+    """
+
+    __slots__ = ("acc", "layers", "learned", "reads")
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        acc: int,
+        reads: Sequence[int],
+        learned: Learned,
+    ) -> None:
+        self.layers = layers
+        self.acc = acc
+        self.reads = reads
+        self.learned = learned
+
+    def run(self, context: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> Any:
+        """Return F's value; the first layer takes the context."""
+        layers = self.layers
+        if not kwargs:
+            value = layers[0](*context)
+            for layer in layers[1:]:
+                value = layer(*value) if isinstance(value, tuple) else layer(value)
+            return value
+        value = layers[0](*context, **kwargs[0])
+        for layer, names in zip(layers[1:], kwargs[1:], strict=True):
+            arguments = value if isinstance(value, tuple) else (value,)
+            value = layer(*arguments, **names)
+        return value
+
+    def side_names(self, side: Side) -> list[frozenset[str]]:
+        """Return, for each layer, the names of side context that it takes."""
+        if not side:
+            return []
+        names = []
+        for i, layer in enumerate(self.layers):
+            forward = getattr(layer.forward, "__func__", None)
+            taken = len(self.reads) if i == 0 else 1
+            if forward is None:
+                declared = _declared(layer.forward, taken)
+            else:
+                declared = _declared(forward, taken + 1)
+            names.append(side.names if declared is None else declared & side.names)
+        return names
+
+    def plain(self, stack: list[Any], side: Side, name: str, backwards: bool) -> None:
+        """Run the step, or its inverse, with ordinary operators."""
+        kwargs = side.build(self.side_names(side), side.tensors)
+        value = self.run([stack[i] for i in self.reads], kwargs)
+        check_value(value, stack[self.acc], name)
+        op = _ops.reversible_sub if backwards else _ops.reversible_add
+        stack[self.acc] = op(stack[self.acc], value)
+
+
+class Permute:
+    """The step that permutes or duplicates the first ``n_in`` items of the stack."""
+
+    __slots__ = ("first", "indices", "n_in")
+
+    def __init__(self, indices: Sequence[int], n_in: int) -> None:
+        self.indices = indices
+        self.n_in = n_in
+        self.first = [indices.index(i) for i in range(n_in)]
+
+    def forward(self, stack: list[Any]) -> None:
+        """Move the stack over this step."""
+        stack[: self.n_in] = [stack[i] for i in self.indices]
+
+    def reverse(self, stack: list[Any]) -> None:
+        """Move the stack back over this step."""
+        stack[: len(self.indices)] = [stack[i] for i in self.first]
+
+
+def check_value(value: Any, acc: Any, name: str) -> None:
+    """Check what F returned against its accumulator.
+
+    Raises:
+        TypeError: if it is no tensor of a kind that can be added.
+        ValueError: if its shape or device differs.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"reversible: expected F of {name} to return a tensor, but got "
+            f"{type(value).__name__} (argument 'F')"
+        )
+    dtype = value.dtype
+    if not (dtype.is_floating_point or (dtype.is_complex and acc.dtype.is_complex)):
+        raise TypeError(
+            f"reversible: expected F of {name} to return a floating tensor for an "
+            f"accumulator of {acc.dtype}, but got {dtype} (argument 'F')"
+        )
+    if value.shape != acc.shape:
+        raise ValueError(
+            f"reversible: expected F of {name} to return shape {tuple(acc.shape)}, "
+            f"but got {tuple(value.shape)} (argument 'F')"
+        )
+    if value.device != acc.device:
+        raise ValueError(
+            f"reversible: expected F of {name} to return a tensor on {acc.device}, "
+            f"but got {value.device} (argument 'F')"
+        )
