@@ -16,6 +16,7 @@ except ImportError as _error:
     _sys.exit(info.main(error=_error))
 
 from torch_sm3 import reversible
+from torch_sm3.distributed import AdasumState, adasum_all_reduce, adasum_hook
 from torch_sm3.optim import SM3, sm3
 
 __version__: str = BUILD_INFO["version"]
@@ -23,4 +24,13 @@ __version__: str = BUILD_INFO["version"]
 #: For ``-DCMAKE_PREFIX_PATH=``, beside ``torch.utils.cmake_prefix_path``.
 cmake_prefix_path = str(PACKAGE / "share" / "cmake")
 
-__all__ = ["SM3", "__version__", "cmake_prefix_path", "reversible", "sm3"]
+__all__ = [
+    "SM3",
+    "AdasumState",
+    "__version__",
+    "adasum_all_reduce",
+    "adasum_hook",
+    "cmake_prefix_path",
+    "reversible",
+    "sm3",
+]

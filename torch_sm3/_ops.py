@@ -6,8 +6,13 @@ The C++ ``Meta`` kernels are the fake kernels, so nothing is registered here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
 import torch
 from torch import Tensor
+import torch.distributed as dist
 
 from torch_sm3 import _library
 
@@ -66,6 +71,55 @@ def sm3_update_(
 
 
 # --- Adasum ----------------------------------------------------------------
+
+
+def adasum_pair(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    sizes: Sequence[int],
+    *,
+    weight_a: float = 1.0,
+    weight_b: float = 1.0,
+) -> torch.Tensor:
+    """Apply the pair rule to each layer of two flat gradients."""
+    return _ops.adasum_pair(a, b, sizes, weight_a=weight_a, weight_b=weight_b)
+
+
+def adasum_gram(stack: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """Return the inner products of all rows, layer by layer: [L, p, p] float64."""
+    return _ops.adasum_gram(stack, sizes)
+
+
+def adasum_coefficients(
+    gram: torch.Tensor, mode: str = "tree", *, scale: float = 1.0
+) -> torch.Tensor:
+    """Return the coefficients [L, p] of the sum of the rows."""
+    return _ops.adasum_coefficients(gram, mode, scale=scale)
+
+
+def adasum_combine(
+    stack: torch.Tensor, coefficients: torch.Tensor, sizes: Sequence[int]
+) -> torch.Tensor:
+    """Return the rows added with their coefficients, rounded once: [N]."""
+    return _ops.adasum_combine(stack, coefficients, sizes)
+
+
+def adasum_all_reduce_(
+    tensors: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    mode: str = "tree",
+    *,
+    scale: float = 1.0,
+) -> None:
+    """Replace tensors by their Adasum over a group, on that group itself."""
+    _ops.adasum_all_reduce_.process_group(tensors, group.boxed(), mode, scale=scale)
+
+
+def adasum_exchange(group: dist.ProcessGroup, timeout: timedelta) -> Any:
+    """Return the worker thread that owns ``group``: check, submit, drain, close."""
+    return torch.classes.torch_sm3.AdasumExchange(
+        group.boxed(), timeout.total_seconds()
+    )
 
 
 # --- reversible ------------------------------------------------------------

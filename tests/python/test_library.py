@@ -12,6 +12,12 @@ from torch_sm3 import _build_info, _ops
 # Every operator of the library and the dispatch keys that it must have: the table
 # of contents. CUDA is asked for only where the build has it.
 OPERATORS = {
+    "adasum_all_reduce_": ["CPU", "Meta", "Autograd"],
+    "adasum_all_reduce_.process_group": ["CPU", "Meta", "Autograd"],
+    "adasum_coefficients": ["CPU", "CUDA", "Meta", "Autograd"],
+    "adasum_combine": ["CPU", "CUDA", "Meta", "Autograd"],
+    "adasum_gram": ["CPU", "CUDA", "Meta", "Autograd"],
+    "adasum_pair": ["CPU", "CUDA", "Meta", "Autograd"],
     "build_info": ["CompositeImplicitAutograd"],
     "cpu_capability": ["CompositeImplicitAutograd"],
     "reversible_add": ["CPU", "CUDA", "Meta", "Autograd"],

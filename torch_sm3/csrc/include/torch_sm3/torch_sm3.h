@@ -4,5 +4,6 @@
 /// \file
 /// Everything that torch_sm3 offers to C++ programs.
 
+#include <torch_sm3/distributed.h>
 #include <torch_sm3/library.h>
 #include <torch_sm3/sm3.h>

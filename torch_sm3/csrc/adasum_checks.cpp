@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "adasum_ops.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <cmath>
+#include <string_view>
+
+namespace torch_sm3::distributed {
+namespace {
+
+template <class Expected, class Got>
+std::string message(
+    const char* op,
+    const Expected& expected,
+    const Got& got,
+    const char* argument) {
+  return c10::str(
+      op,
+      ": expected ",
+      expected,
+      ", but got ",
+      got,
+      " (argument '",
+      argument,
+      "')");
+}
+
+} // namespace
+
+ScalarKind
+scalar_kind(c10::ScalarType dtype, const char* op, const char* argument) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+      return ScalarKind::kFloat32;
+    case c10::ScalarType::Double:
+      return ScalarKind::kFloat64;
+    case c10::ScalarType::Half:
+      return ScalarKind::kFloat16;
+    case c10::ScalarType::BFloat16:
+      return ScalarKind::kBFloat16;
+    default:
+      TORCH_CHECK_TYPE(
+          false,
+          message(
+              op,
+              "a tensor of float16, bfloat16, float32 or float64",
+              c10::toString(dtype),
+              argument));
+  }
+}
+
+Mode parse_mode(std::string_view mode, const char* op) {
+  if (mode == "tree") {
+    return Mode::tree;
+  }
+  if (mode == "psum") {
+    return Mode::psum;
+  }
+  if (mode == "mean") {
+    return Mode::mean;
+  }
+  TORCH_CHECK_VALUE(
+      mode == "sum",
+      message(
+          op,
+          "'tree', 'psum', 'mean' or 'sum'",
+          c10::str("'", mode, "'"),
+          "mode"));
+  return Mode::sum;
+}
+
+void check_scale(double scale, const char* op) {
+  TORCH_CHECK_VALUE(
+      std::isfinite(scale), message(op, "a finite number", scale, "scale"));
+}
+
+void check_sizes(c10::IntArrayRef sizes, int64_t numel, const char* op) {
+  int64_t sum = 0;
+  for (const int64_t size : sizes) {
+    TORCH_CHECK_VALUE(
+        size >= 0, message(op, "layer sizes >= 0", size, "sizes"));
+    sum += size;
+  }
+  TORCH_CHECK_VALUE(
+      sum == numel,
+      message(
+          op,
+          c10::str("layer sizes that sum to ", numel),
+          c10::str("a sum of ", sum),
+          "sizes"));
+}
+
+void check_pair(
+    const at::Tensor& a,
+    const at::Tensor& b,
+    c10::IntArrayRef sizes,
+    double weight_a,
+    double weight_b) {
+  constexpr const char* op = "adasum_pair";
+  TORCH_CHECK_VALUE(
+      a.sizes() == b.sizes(),
+      message(op, c10::str("shape ", a.sizes()), b.sizes(), "b"));
+  TORCH_CHECK_VALUE(
+      a.scalar_type() == b.scalar_type(),
+      message(
+          op,
+          c10::str("dtype ", c10::toString(a.scalar_type())),
+          c10::toString(b.scalar_type()),
+          "b"));
+  TORCH_CHECK_VALUE(
+      a.device() == b.device(),
+      message(op, c10::str("device ", a.device()), b.device(), "b"));
+  TORCH_CHECK_VALUE(
+      weight_a >= 0 && std::isfinite(weight_a),
+      message(op, "a finite weight >= 0", weight_a, "weight_a"));
+  TORCH_CHECK_VALUE(
+      weight_b >= 0 && std::isfinite(weight_b),
+      message(op, "a finite weight >= 0", weight_b, "weight_b"));
+  scalar_kind(a.scalar_type(), op, "a");
+  check_sizes(sizes, a.numel(), op);
+}
+
+void check_stack(const at::Tensor& stack, const char* op) {
+  TORCH_CHECK_VALUE(
+      stack.dim() == 2 && stack.sym_size(0) >= 1,
+      message(
+          op,
+          "a tensor [p, N] with p >= 1",
+          c10::str("shape ", stack.sym_sizes()),
+          "stack"));
+  scalar_kind(stack.scalar_type(), op, "stack");
+}
+
+void check_gram(const at::Tensor& gram) {
+  constexpr const char* op = "adasum_coefficients";
+  TORCH_CHECK_VALUE(
+      gram.dim() == 3 && gram.sym_size(1) == gram.sym_size(2) &&
+          gram.sym_size(1) >= 1,
+      message(
+          op,
+          "a tensor [L, p, p] with p >= 1",
+          c10::str("shape ", gram.sym_sizes()),
+          "gram"));
+  TORCH_CHECK_TYPE(
+      gram.scalar_type() == c10::ScalarType::Double,
+      message(op, "float64", c10::toString(gram.scalar_type()), "gram"));
+}
+
+void check_combine(
+    const at::Tensor& stack,
+    const at::Tensor& coefficients,
+    c10::IntArrayRef sizes) {
+  constexpr const char* op = "adasum_combine";
+  check_stack(stack, op);
+  check_sizes(sizes, stack.size(1), op);
+  TORCH_CHECK_VALUE(
+      coefficients.dim() == 2 &&
+          coefficients.size(0) == static_cast<int64_t>(sizes.size()) &&
+          coefficients.size(1) == stack.size(0),
+      message(
+          op,
+          c10::str("shape [", sizes.size(), ", ", stack.size(0), "]"),
+          coefficients.sizes(),
+          "coefficients"));
+  TORCH_CHECK_TYPE(
+      coefficients.scalar_type() == c10::ScalarType::Double,
+      message(
+          op,
+          "float64",
+          c10::toString(coefficients.scalar_type()),
+          "coefficients"));
+  TORCH_CHECK_VALUE(
+      coefficients.device() == stack.device(),
+      message(
+          op,
+          c10::str("device ", stack.device()),
+          coefficients.device(),
+          "coefficients"));
+}
+
+} // namespace torch_sm3::distributed

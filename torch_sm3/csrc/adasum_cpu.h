@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+/// \file
+/// Adasum of whole buckets on the CPU: layers cut into tiles, tiles spread over
+/// the threads of at::parallel_for.
+
+#include "adasum_kernel.h"
+#include "adasum_math.h"
+
+#include <c10/util/ArrayRef.h>
+
+#include <vector>
+
+namespace torch_sm3::distributed {
+
+/// Leaves of equal length: one pointer per rank.
+struct Leaves {
+  const void* const* rows;
+  int64_t p;
+  ScalarKind kind;
+};
+
+/// A run of at most kTile elements of one layer.
+struct Tile {
+  int64_t layer, start, size;
+};
+
+/// Cuts layers that stand one behind the other into tiles, in order.
+std::vector<Tile> cut_into_tiles(c10::IntArrayRef sizes);
+
+/// Writes the Gram matrices of all layers, [L, p, p].
+void gram_cpu(const Leaves& leaves, c10::IntArrayRef sizes, double* gram);
+
+/// Writes the coefficients of all layers, [L, p].
+void coefficients_cpu(
+    const double* gram,
+    int64_t layers,
+    int64_t p,
+    Mode mode,
+    const double* weights,
+    double scale,
+    double* coefficients);
+
+/// Writes the weighted sum of the leaves; `out` may be one of the rows.
+void combine_cpu(
+    const Leaves& leaves,
+    const double* coefficients,
+    c10::IntArrayRef sizes,
+    void* out);
+
+} // namespace torch_sm3::distributed
