@@ -6,6 +6,8 @@ The C++ ``Meta`` kernels are the fake kernels, so nothing is registered here.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torch_sm3 import _library
@@ -36,3 +38,13 @@ def cpu_capability() -> str:
 
 
 # --- pipeline --------------------------------------------------------------
+
+
+def pipeline_schedule_class() -> Any:
+    """Return the class ``(kind, ranks, chunks, microbatches)`` of schedules."""
+    return torch.classes.torch_sm3.PipelineSchedule
+
+
+def pipeline_transport_class() -> Any:
+    """Return the class ``(group, timeout, max_pending, hub, first_stage)`` of links."""
+    return torch.classes.torch_sm3.PipelineTransport
