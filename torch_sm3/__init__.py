@@ -15,7 +15,7 @@ except ImportError as _error:
         raise
     _sys.exit(info.main(error=_error))
 
-from torch_sm3 import reversible
+from torch_sm3 import pipeline, reversible
 from torch_sm3.distributed import AdasumState, adasum_all_reduce, adasum_hook
 from torch_sm3.optim import SM3, sm3
 
@@ -31,6 +31,7 @@ __all__ = [
     "adasum_all_reduce",
     "adasum_hook",
     "cmake_prefix_path",
+    "pipeline",
     "reversible",
     "sm3",
 ]

@@ -136,3 +136,13 @@ def reversible_sub(acc: Tensor, value: Tensor) -> Tensor:
 
 
 # --- pipeline --------------------------------------------------------------
+
+
+def pipeline_schedule_class() -> Any:
+    """Return the class ``(kind, ranks, chunks, microbatches)`` of schedules."""
+    return torch.classes.torch_sm3.PipelineSchedule
+
+
+def pipeline_transport_class() -> Any:
+    """Return the class ``(group, timeout, max_pending, hub, first_stage)`` of links."""
+    return torch.classes.torch_sm3.PipelineTransport

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <torch_sm3/export.h>
+#include <torch_sm3/pipeline/action.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace torch_sm3::pipeline {
+
+/// A schedule that cannot be read or cannot run.
+class TORCH_SM3_API ScheduleError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// What every rank does, in order: the program of one training step.
+///
+/// The text form is a line
+/// `schedule 1 kind=1f1b ranks=2 stages=2 microbatches=3 placement=loop`
+/// followed by one line `rank 0: 0F0 0F1 ...` for each rank; `.` is an idle
+/// slot and `#` starts a comment.
+struct Schedule {
+  std::string kind;
+  uint32_t ranks = 0;
+  uint32_t stages = 0;
+  uint32_t microbatches = 0;
+  /// Rank of each stage.
+  std::vector<uint32_t> placement;
+  /// Actions of each rank.
+  std::vector<std::vector<Action>> rows;
+
+  friend bool operator==(const Schedule&, const Schedule&) = default;
+
+  /// Writes the text form; `parse` reads it back without loss.
+  TORCH_SM3_API std::string text() const;
+
+  /// Reads the text form.
+  ///
+  /// \param text a schedule
+  /// \throws ScheduleError naming row, column and cell of what it cannot read
+  TORCH_SM3_API static Schedule parse(std::string_view text);
+
+  /// Tells whether any action moves a message.
+  TORCH_SM3_API bool lowered() const;
+
+  /// Adds the messages that a compute-only schedule lacks.
+  ///
+  /// A SEND stands right after its producer. A RECV stands before the first
+  /// action of its rank that starts, if every action took one unit of time,
+  /// when or after the message is sent; its consumer never starts earlier. In
+  /// one gap RECVs stand before SENDs. Stages on one rank exchange no message.
+  /// A schedule that already holds messages is returned as it is.
+  ///
+  /// \throws ScheduleError if the order cannot run, with the actions at which
+  ///     the ranks wait for each other
+  TORCH_SM3_API Schedule lower() const;
+};
+
+/// Stage s on rank s mod p.
+///
+/// \param ranks  number of ranks
+/// \param stages number of stages
+TORCH_SM3_API std::vector<uint32_t>
+loop_placement(uint32_t ranks, uint32_t stages);
+
+/// Stages 0, 1, ..., p-1 down the ranks, then up again, as often as needed.
+///
+/// \param ranks  number of ranks
+/// \param stages number of stages
+TORCH_SM3_API std::vector<uint32_t>
+v_placement(uint32_t ranks, uint32_t stages);
+
+} // namespace torch_sm3::pipeline

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <torch_sm3/export.h>
+#include <torch_sm3/pipeline/header.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace torch_sm3::pipeline {
+
+/// A received message.
+struct Message {
+  Header header;
+  std::vector<at::Tensor> tensors;
+};
+
+/// Why all ranks stop: who failed, where, and how.
+struct Failure {
+  int64_t rank = 0;
+  int64_t stage = 0;
+  int64_t microbatch = 0;
+  std::string action;
+  std::string error_type;
+  std::string message;
+};
+
+/// Writes a failure in the form in which values travel in headers.
+///
+/// \param failure the failure
+TORCH_SM3_API std::string structure_of(const Failure& failure);
+
+/// Settings of a Transport.
+struct TransportOptions {
+  /// Longest wait for one message, in seconds; independent of the group's.
+  double timeout = 60.0;
+  /// Sends of one link that may be under way at once.
+  int64_t max_pending = 2;
+  /// Rank that the others report to.
+  int64_t hub = 0;
+  /// First stage of each rank, for failures that concern a rank as a whole.
+  std::vector<int64_t> first_stage;
+};
+
+/// How a wait ended.
+enum class Outcome : int64_t {
+  kPending = 0, ///< not yet: call again
+  kDone = 1,
+  kLost = 2, ///< the links are lost: see Transport::failure
+};
+
+/// Framed messages between the ranks of one process group.
+///
+/// Every message is a header frame and then its tensors. Each directed link
+/// and class has a tag and a thread of its own, so messages move while the
+/// caller computes. No call blocks longer than it is told to, and none needs
+/// Python: a caller with signals to serve waits in slices.
+///
+/// Each rank listens for control messages of the hub, the hub for those of all.
+/// When a peer ends, falls silent or sends what was not asked for, the links
+/// are lost, once and for all: the alarm reaches every rank over the hub, and
+/// every wait on every rank ends at once.
+class TORCH_SM3_API Transport {
+ public:
+  /// Starts listening.
+  ///
+  /// \param group   the ranks; used by nothing else from now on
+  /// \param options settings, equal on all ranks
+  Transport(
+      c10::intrusive_ptr<c10d::ProcessGroup> group,
+      TransportOptions options);
+  /// Closes.
+  ~Transport();
+  Transport(const Transport&) = delete;
+  Transport& operator=(const Transport&) = delete;
+
+  /// Sets what the headers of later calls carry.
+  ///
+  /// \param step       number of the step, equal on all ranks
+  /// \param evaluation whether it is an `eval`
+  void begin(uint64_t step, bool evaluation);
+
+  /// Posts a message as soon as its link has room; keeps the storage of the
+  /// tensors alive until they have left.
+  ///
+  /// \param peer    receiving rank
+  /// \param link    class of the link
+  /// \param header  class, stages, microbatch, structure; `step` and the
+  ///                tensors' description are filled in, requires_grad is read
+  ///                from `tensors`
+  /// \param tensors payload, dense CPU tensors
+  /// \param seconds longest wait for room
+  Outcome send(
+      int64_t peer,
+      MessageClass link,
+      Header header,
+      const std::vector<at::Tensor>& tensors,
+      double seconds);
+
+  /// Asks for the next message of a link; its tensors arrive in the background.
+  ///
+  /// \param peer     sending rank
+  /// \param link     class of the link
+  /// \param expected stages and microbatch that the header must name
+  /// \return a ticket for `wait` and `take`
+  int64_t receive(int64_t peer, MessageClass link, Header expected);
+
+  /// Waits for a message.
+  ///
+  /// \param ticket  what `receive` returned
+  /// \param seconds longest wait in this call
+  Outcome wait(int64_t ticket, double seconds);
+
+  /// Takes a message that has arrived.
+  ///
+  /// \param ticket a ticket for which `wait` returned kDone
+  Message take(int64_t ticket);
+
+  /// Waits until all that was sent has left.
+  ///
+  /// \param seconds longest wait
+  /// \return whether it has
+  bool flush(double seconds);
+
+  /// Declares the links lost and tells every rank.
+  ///
+  /// \param structure the failure, see structure_of
+  void fail(const std::string& structure);
+
+  /// Why the links are lost: the structure of a Failure, empty if they are not.
+  std::string failure() const;
+
+  /// Stops all threads and lets the group go. Idempotent.
+  void close();
+
+ private:
+  class Engine;
+  std::shared_ptr<Engine> engine_;
+};
+
+} // namespace torch_sm3::pipeline

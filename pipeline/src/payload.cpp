@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <payload.h>
+
+#include <ATen/ops/empty.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstring>
+#include <string>
+
+namespace torch_sm3::pipeline {
+namespace {
+
+bool can_travel(c10::ScalarType type) {
+  return type >= c10::ScalarType::Byte && type < c10::ScalarType::Undefined &&
+         !c10::isQIntType(type) && !c10::isBitsType(type);
+}
+
+} // namespace
+
+at::Tensor payload_bytes(const at::Tensor& tensor) {
+  return tensor.detach()
+      .resolve_conj()
+      .resolve_neg()
+      .contiguous()
+      .view({-1})
+      .view(c10::ScalarType::Byte);
+}
+
+at::Tensor allocate(const TensorMeta& meta) {
+  const auto type = static_cast<c10::ScalarType>(meta.dtype);
+  if (!can_travel(type)) {
+    throw HeaderError(
+        "header: expected a dtype, but got number " +
+        std::to_string(meta.dtype));
+  }
+  try {
+    return at::empty(meta.sizes, at::TensorOptions().dtype(type));
+  } catch (const std::exception& error) {
+    throw HeaderError(
+        std::string("header: expected memory for a tensor: ") + error.what());
+  }
+}
+
+TensorMeta meta_of(const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(
+      tensor.layout() == c10::kStrided && tensor.device().is_cpu() &&
+          can_travel(tensor.scalar_type()),
+      "PipelineTransport: expected dense CPU tensors, but got ",
+      tensor.toString(),
+      " (argument 'tensors')");
+  return {
+      static_cast<int8_t>(tensor.scalar_type()),
+      tensor.requires_grad(),
+      tensor.sizes().vec()};
+}
+
+at::Tensor empty_bytes(size_t size) {
+  return at::empty({static_cast<int64_t>(size)}, at::TensorOptions(at::kByte));
+}
+
+at::Tensor as_tensor(const uint8_t* bytes, size_t size) {
+  at::Tensor tensor = empty_bytes(size);
+  std::memcpy(tensor.mutable_data_ptr<uint8_t>(), bytes, size);
+  return tensor;
+}
+
+} // namespace torch_sm3::pipeline

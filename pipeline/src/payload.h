@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <torch_sm3/pipeline/header.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace torch_sm3::pipeline {
+
+// The bytes of a dense CPU tensor as a flat uint8 tensor that shares or, if it
+// was not contiguous, owns its storage.
+at::Tensor payload_bytes(const at::Tensor& tensor);
+
+// A tensor for the elements that `meta` announces. Throws HeaderError if there
+// is no such type or no memory for it.
+at::Tensor allocate(const TensorMeta& meta);
+
+// Type, shape and differentiability of `tensor`.
+TensorMeta meta_of(const at::Tensor& tensor);
+
+// A flat uint8 tensor.
+at::Tensor empty_bytes(size_t size);
+
+// `bytes` as a flat uint8 tensor of its own.
+at::Tensor as_tensor(const uint8_t* bytes, size_t size);
+
+} // namespace torch_sm3::pipeline

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Failures: what every rank learns when one of them cannot go on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch_sm3.pipeline._values import unpack
+
+
+class Failure(NamedTuple):
+    """Say who failed, where and how; equal on every rank."""
+
+    rank: int
+    stage: int
+    microbatch: int
+    action: str
+    error_type: str
+    message: str
+
+    @classmethod
+    def read(cls, structure: str) -> Failure:
+        """Read a failure from a poison frame or an alarm."""
+        return cls(*unpack(structure, []))
+
+    def __str__(self) -> str:
+        place = f" at {self.action}" if self.action else ""
+        return f"rank {self.rank}{place}: {self.error_type}: {self.message}"
+
+
+class PipelineError(RuntimeError):
+    r"""Say on every rank which rank failed in a step, where and how.
+
+    On the rank that failed the exception itself is the ``__cause__``.
+
+    Args:
+        failure: the failure that all ranks report.
+        others: failures of other ranks in the same step.
+        note: what else a reader must know.
+
+    Attributes:
+        rank: rank that failed.
+        stage: stage that it worked on.
+        microbatch: microbatch that it worked on.
+        action: action of the schedule, for example ``1F2``.
+        error_type: name of the exception's class; ``PeerLost`` if the process ended,
+            ``TimeoutError`` if a message did not come.
+        message: text of the exception.
+        others: the other failures of the step, as text.
+    """
+
+    def __init__(
+        self, failure: Failure, others: tuple[str, ...] = (), note: str = ""
+    ) -> None:
+        text = f"pipeline: {failure}"
+        if others:
+            text += "; also " + "; ".join(others)
+        super().__init__(text + note)
+        self.rank = failure.rank
+        self.stage = failure.stage
+        self.microbatch = failure.microbatch
+        self.action = failure.action
+        self.error_type = failure.error_type
+        self.message = failure.message
+        self.others = others
+
+
+class ProtocolError(PipelineError):
+    r"""Say that a rank sent another message than the one that was due."""
+
+
+#: In place of an action: the arguments of the step were wrong on that rank.
+ARGUMENTS = "arguments"
+
+
+def lost_error(failure: Failure) -> PipelineError:
+    """Return the error of a failure that ended the links themselves."""
+    if failure.error_type == ProtocolError.__name__:
+        return ProtocolError(failure)
+    return PipelineError(failure)
+
+
+class LinksLostError(Exception):
+    """End every wait after a peer ended, fell silent or broke the protocol."""
+
+
+class PoisonedError(Exception):
+    """Carry the failure of another rank that came in place of a message."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure

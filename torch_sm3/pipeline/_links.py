@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between ranks: waits in slices, so that Ctrl-C is served."""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_sm3 import _ops
+from torch_sm3.pipeline._faults import Failure, LinksLostError, PoisonedError
+from torch_sm3.pipeline._values import pack, unpack
+
+ACTIVATION, GRADIENT, CONTROL = 0, 1, 2
+_PENDING, _LOST = 0, 2
+_SLICE = 0.2
+
+
+def new_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup:
+    """Open a Gloo group of the same ranks for the messages of one runner.
+
+    Args:
+        group: the ranks, all of them if None.
+        timeout: longest wait for the others to join, in seconds.
+    """
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    # The ranks of a part of the world need not know of the other parts.
+    local = len(ranks) < dist.get_world_size()
+    opened = dist.new_group(
+        ranks,
+        timeout=timedelta(seconds=timeout),
+        backend="gloo",
+        use_local_synchronization=local,
+    )
+    assert isinstance(opened, dist.ProcessGroup), "this rank is one of them"
+    return opened
+
+
+class Links:
+    """Links of this rank to all others.
+
+    Args:
+        group: process group that nothing else uses.
+        timeout: longest wait for one message, in seconds.
+        max_pending: sends of one link that may be under way at once.
+        hub: rank that gathers the outcome of a step.
+        first_stage: first stage of each rank.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout: float,
+        max_pending: int,
+        hub: int,
+        first_stage: list[int],
+    ) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self._native = _ops.pipeline_transport_class()(
+            group.boxed(), timeout, max_pending, hub, first_stage
+        )
+        # A runner that nobody closes must not hold up the interpreter's exit.
+        self._close = weakref.finalize(self, self._native.close)
+
+    def begin(self, step: int, evaluation: bool) -> None:
+        """Set what the headers of later messages carry."""
+        self._native.begin(step, evaluation)
+
+    def send(
+        self,
+        peer: int,
+        link: int,
+        stages: tuple[int, int],
+        microbatch: int,
+        structure: str,
+        tensors: list[torch.Tensor],
+    ) -> None:
+        """Post a message; wait while too many of its link are under way."""
+        self._post(peer, link, stages, microbatch, structure, tensors, False)
+
+    def poison(
+        self,
+        peer: int,
+        link: int,
+        stages: tuple[int, int],
+        microbatch: int,
+        failure: Failure,
+    ) -> None:
+        """Post a failure in place of the message that is owed."""
+        structure, _ = pack(tuple(failure), "")
+        self._post(peer, link, stages, microbatch, structure, [], True)
+
+    def _post(self, peer: int, link: int, stages: tuple[int, int], *rest: Any) -> None:
+        while True:
+            outcome = self._native.send(peer, link, *stages, *rest, _SLICE)
+            if outcome == _LOST:
+                raise LinksLostError
+            if outcome != _PENDING:
+                return
+
+    def receive(
+        self, peer: int, link: int, stages: tuple[int, int], microbatch: int
+    ) -> int:
+        """Ask for a message; return a ticket for :meth:`take`."""
+        return int(self._native.receive(peer, link, *stages, microbatch))
+
+    def take(self, ticket: int) -> tuple[str, list[torch.Tensor], list[bool]]:
+        """Wait for a message: structure, tensors and which of them require grad.
+
+        Raises:
+            PoisonedError: if the sender had failed.
+            LinksLostError: if nothing more can come.
+        """
+        while True:
+            outcome = self._native.wait(ticket, _SLICE)
+            if outcome == _LOST:
+                raise LinksLostError
+            if outcome != _PENDING:
+                break
+        poisoned, structure, tensors, requires_grad = self._native.take(ticket)
+        if poisoned:
+            raise PoisonedError(Failure.read(structure))
+        return structure, tensors, requires_grad
+
+    def tell(self, peer: int, value: Any) -> None:
+        """Send a control message."""
+        structure, tensors = pack(value, "")
+        self.send(peer, CONTROL, (0, 0), 0, structure, tensors)
+
+    def hear(self, peer: int) -> Any:
+        """Wait for a control message."""
+        structure, tensors, _ = self.take(self.receive(peer, CONTROL, (0, 0), 0))
+        return unpack(structure, tensors)
+
+    def flush(self, seconds: float) -> None:
+        """Wait until all that was sent has left."""
+        self._native.flush(seconds)
+
+    def fail(self, failure: Failure) -> None:
+        """Declare the links lost and tell every rank."""
+        self._native.fail(pack(tuple(failure), "")[0])
+
+    def failure(self) -> Failure | None:
+        """Return why the links are lost, None if they are not."""
+        structure = self._native.failure()
+        return Failure.read(structure) if structure else None
+
+    def close(self) -> None:
+        """Stop all threads and give the group back."""
+        self._close()
+        group, self._group = self._group, None
+        if group is None:
+            return
+        try:
+            dist.destroy_process_group(group)
+        except (AssertionError, ValueError, RuntimeError):
+            # All groups were destroyed before this runner was closed.
+            pass
