@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The closing table and the picture, drawn from results that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from console import KIB, MIB
+
+Result = dict[str, Any]
+
+NOTES = """\
+ 1  VmHWM of /proc/self/status over the training steps, reset when they begin: the
+    whole process, interpreter and torch's libraries included.
+ 2  The same less the resident memory right after the model was built: gradients,
+    optimizer state, activations, and what allocator and transport hold.
+ 3  Counted: bytes of all tensors in optimizer.state after the last step.
+ 4  Counted: bytes of the tensors alive at the end of one forward pass (a pipeline:
+    of the fullest moment after one), parameters and inputs excluded.
+ 5  Counted: largest sum of live tensors in one step, gradients included.
+ 6  Wall time of batch, forward, backward, combination and optimizer, mean over the
+    steps but the first; validation and checkpoints excluded.
+ 7  Tokens of all ranks by the same time.
+ 8  Mean loss of the last ten steps, before each step, nats a character.
+ 9  Fixed windows of held-out text, the final parameters, nats a character."""
+
+
+def name_of(result: Result) -> str:
+    """Return what a configuration is called in table and picture."""
+    chosen = result["settings"]
+    words = [chosen["optimizer"], chosen["blocks"], chosen["combine"] or "pipeline"]
+    return " + ".join(words)
+
+
+def step_seconds(result: Result) -> float:
+    """Return the mean time of a step, the first one left out if there are more."""
+    times = [entry["seconds"] for entry in result["log"]]
+    times = times[1:] or times
+    return float(sum(times) / len(times))
+
+
+def worst(key: str) -> Callable[[Result], float]:
+    """Return a function that takes the largest figure of all ranks."""
+    return lambda result: float(max(rank[key] for rank in result["ranks"]))
+
+
+def over_built(result: Result) -> float:
+    """Return the largest growth of a rank since its model was built."""
+    return float(max(r["peak_bytes"] - r["built_bytes"] for r in result["ranks"]))
+
+
+def train_loss(result: Result) -> float:
+    """Return the mean training loss of the last ten steps."""
+    losses = [entry["loss"] for entry in result["log"]][-10:]
+    return float(sum(losses) / len(losses))
+
+
+def tokens_per_second(result: Result) -> float:
+    """Return the tokens of all ranks in a second."""
+    return float(result["tokens_per_step"]) / step_seconds(result)
+
+
+def held_out_loss(result: Result) -> float:
+    """Return the last loss on held-out text."""
+    return float(result["held_out_log"][-1]["loss"])
+
+
+#: Label, figure, unit and format of each row.
+ROWS: list[tuple[str, Callable[[Result], float], float, str]] = [
+    ("peak memory of a process, MiB [1]", worst("peak_bytes"), MIB, ",.1f"),
+    ("  of it since the model was built [2]", over_built, MIB, ",.1f"),
+    ("optimizer state of a rank, KiB [3]", worst("state_bytes"), KIB, ",.1f"),
+    ("activations kept for backward, MiB [4]", worst("kept_bytes"), MIB, ",.2f"),
+    ("most tensors alive in a step, MiB [5]", worst("live_bytes"), MIB, ",.2f"),
+    ("time of a step, ms [6]", step_seconds, 1e-3, ",.1f"),
+    ("tokens a second, all ranks [7]", tokens_per_second, 1, ",.0f"),
+    ("training loss [8]", train_loss, 1, ".4f"),
+    ("held-out loss [9]", held_out_loss, 1, ".4f"),
+]
+
+
+def table(results: list[Result]) -> str:
+    """Return the closing table: a row for each figure, a column for each result.
+
+    With two results a last column has the first by the second.
+    """
+    names = [name_of(result) for result in results]
+    width = max(26, *(len(name) + 2 for name in names))
+    lines = ["worst rank".ljust(40) + "".join(name.rjust(width) for name in names)]
+    if len(results) == 2:
+        lines[0] += "   ratio"
+    for label, figure, unit, form in ROWS:
+        values = [figure(result) / unit for result in results]
+        line = label.ljust(40) + "".join(f"{v:{form}}".rjust(width) for v in values)
+        if len(values) == 2 and values[1]:
+            line += f"{values[0] / values[1]:>8.3f}"
+        lines.append(line)
+    parameters = results[0]["ranks"][0]["parameters"]
+    lines.append(f"{parameters:,} parameters on rank 0; measured:")
+    return "\n".join([*lines, NOTES])
+
+
+def draw(results: list[Result], path: Path) -> bool:
+    """Draw the loss curves and each rank's memory.
+
+    Returns:
+        Whether matplotlib was there to draw it.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for index, result in enumerate(results):
+        draw_losses(left, result, f"C{index}")
+        draw_memory(right, result, index)
+    left.set(xlabel="step", ylabel="loss, nats per character", title="Loss")
+    right.set(
+        xlabel="seconds since training began",
+        ylabel="MiB",
+        title="Resident memory of each rank since its model was built",
+    )
+    right.set_ylim(bottom=0)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def draw_losses(axes: Any, result: Result, color: str) -> None:
+    """Add one configuration's training loss and its held-out losses."""
+    log, held_out = result["log"], result["held_out_log"]
+    axes.plot(
+        [entry["step"] for entry in log],
+        [entry["loss"] for entry in log],
+        color=color,
+        linewidth=1.2,
+        label=f"{name_of(result)}: training",
+    )
+    axes.plot(
+        [entry["step"] for entry in held_out],
+        [entry["loss"] for entry in held_out],
+        "o--",
+        color=color,
+        label=f"{name_of(result)}: held-out",
+    )
+
+
+def draw_memory(axes: Any, result: Result, index: int) -> None:
+    """Add one configuration's growth of resident memory, a line for each rank."""
+    for rank, measured in enumerate(result["ranks"]):
+        seconds, sizes = zip(*measured["trace"], strict=True)
+        built = measured["built_bytes"]
+        axes.plot(
+            seconds,
+            [(size - built) / MIB for size in sizes],
+            color=f"C{index}",
+            linestyle="-" if rank == 0 else "--",
+            linewidth=1.0,
+            label=f"{name_of(result)}: rank {rank} (from {built / MIB:,.0f} MiB)",
+        )
