@@ -11,8 +11,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
 import torch.distributed as dist
+from torch import Tensor
 
 from torch_sm3 import _library
 
