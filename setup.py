@@ -60,8 +60,11 @@ class CMakeBuild(build_ext):
     def run(self) -> None:
         """Run CMake into ``torch_sm3/`` (editable) or the wheel's folder."""
         prefix = ROOT / "torch_sm3"
+        environment = dict(os.environ)
         if not (self.inplace or self.editable_mode):
             prefix = Path(self.build_lib).resolve() / "torch_sm3"
+            # For cmake/TorchSM3Install.cmake: no folder of this machine in a wheel.
+            environment["TORCH_SM3_WHEEL"] = "1"
         build = build_dir()
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
         build_type = "Debug" if os.environ.get("DEBUG") == "1" else "Release"
@@ -89,7 +92,8 @@ class CMakeBuild(build_ext):
                 "set MAX_JOBS=1"
             )
         subprocess.check_call(
-            ["cmake", "--install", str(build), "--prefix", str(prefix)]
+            ["cmake", "--install", str(build), "--prefix", str(prefix)],
+            env=environment,
         )
 
     def get_outputs(self) -> list[str]:

@@ -24,7 +24,7 @@ endif()
 
 target_link_libraries(torch_sm3 PRIVATE $<BUILD_INTERFACE:torch_sm3_options> PUBLIC torch_sm3_libtorch)
 target_compile_definitions(torch_sm3 PRIVATE TORCH_SM3_BUILD)
-set_target_properties(torch_sm3 PROPERTIES INSTALL_RPATH "$ORIGIN/../../torch/lib" CUDA_RUNTIME_LIBRARY None)
+set_target_properties(torch_sm3 PROPERTIES CUDA_RUNTIME_LIBRARY None)
 # A consumer that only links us must not lose the operators to the linker's --as-needed (see export.h for the anchor).
 target_link_options(torch_sm3 INTERFACE "LINKER:--no-as-needed")
 

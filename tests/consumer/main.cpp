@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// consumer MODEL STEPS TRAINED: loads a TorchScript model, trains it with SM3
+// and saves it. Prints one loss per step, in hexadecimal: the exact bits.
+#include <torch_sm3/torch_sm3.h>
+
+#include <ATen/Parallel.h>
+#include <torch/script.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+namespace {
+
+void train(torch::jit::Module& model, int steps) {
+  std::vector<at::Tensor> params;
+  std::vector<at::Tensor> accumulators;
+  std::vector<at::Tensor> counts;
+  for (const at::Tensor& param : model.parameters()) {
+    params.push_back(param);
+    for (const at::Tensor& numbers : torch_sm3::sm3_accumulators(param)) {
+      accumulators.push_back(numbers);
+    }
+    counts.push_back(torch::zeros({}, torch::kInt64));
+  }
+  // The model brings its data as attributes.
+  const at::Tensor inputs = model.attr("inputs").toTensor();
+  const at::Tensor targets = model.attr("targets").toTensor();
+  for (int step = 0; step < steps; ++step) {
+    const at::Tensor loss = model.forward({inputs, targets}).toTensor();
+    loss.backward();
+    std::printf("%a\n", loss.item<double>());
+    const at::NoGradGuard no_grad;
+    std::vector<at::Tensor> grads;
+    for (at::Tensor& param : params) {
+      grads.push_back(param.grad().clone());
+      param.mutable_grad().zero_();
+    }
+    torch_sm3::sm3_update_(params, grads, accumulators, {}, counts, 0.1);
+  }
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 4) {
+    std::fprintf(stderr, "usage: consumer MODEL STEPS TRAINED\n");
+    return 2;
+  }
+  // Sums over several threads may round differently; Python does the same.
+  at::set_num_threads(1);
+  torch::jit::Module model = torch::jit::load(argv[1]);
+  train(model, std::atoi(argv[2]));
+  model.save(argv[3]);
+  return 0;
+}

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of the consumer: made, trained and compared in Python.
+
+``model.py make MODEL`` writes a TorchScript model with its data.
+``model.py compare MODEL STEPS TRAINED < LOSSES`` trains MODEL in Python and fails
+unless it meets the very bits that the C++ program printed and saved.
+"""
+
+import argparse
+import sys
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+import torch_sm3
+
+warnings.filterwarnings("ignore", message=r".*torch\.jit.*")
+
+
+class Regression(nn.Module):
+    """Two layers and a mean squared error, with their data."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 8))
+        self.inputs = torch.randn(32, 24)
+        self.targets = torch.randn(32, 8)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss."""
+        return (self.layers(inputs) - targets).square().mean()
+
+
+def train(model: torch.jit.ScriptModule, steps: int) -> list[float]:
+    """Train with SM3 and return the losses."""
+    optimizer = torch_sm3.SM3(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        loss = model(model.inputs, model.targets)
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """Train in Python and fail unless C++ got the same bits."""
+    model = torch.jit.load(arguments.model)
+    expected = train(model, arguments.steps)
+    got = [float.fromhex(line) for line in sys.stdin]
+    if got != expected or not expected[-1] < expected[0]:
+        sys.exit(f"expected the losses {expected}, but C++ got {got}")
+    trained = torch.jit.load(arguments.trained)
+    theirs = dict(trained.named_parameters())
+    for name, parameter in model.named_parameters():
+        if not torch.equal(parameter, theirs[name]):
+            sys.exit(f"expected equal parameters, but {name} differs")
+    # And on from there: what C++ saved is a model that Python trains.
+    again = train(trained, arguments.steps)
+    assert again[-1] < expected[-1], (again, expected)
+    print(f"equal bits in Python and C++: {expected[0]:.4f} -> {expected[-1]:.4f}")
+
+
+def main() -> None:
+    """Read the command line and do what it says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    verbs = parser.add_subparsers(required=True)
+    make = verbs.add_parser("make")
+    make.add_argument("model")
+    make.set_defaults(run=lambda a: torch.jit.script(Regression()).save(a.model))
+    check = verbs.add_parser("compare")
+    check.add_argument("model")
+    check.add_argument("steps", type=int)
+    check.add_argument("trained")
+    check.set_defaults(run=compare)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()
