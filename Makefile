@@ -11,6 +11,7 @@ TORCH ?= torch==2.14.1
 MAX_JOBS ?= 2
 SANITIZE ?= address,undefined
 PYTEST_ARGS ?=
+TRAIN_ARGS ?=
 export MAX_JOBS
 
 # Tools of the environment come first on PATH: CMake and ninja are newer there than a distribution's.
@@ -86,7 +87,7 @@ build-tests: build
 
 train: build
 	@echo "== training"
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node=2 examples/train_gpt.py $(if $(CORPUS),--corpus "$(CORPUS)") $(if $(RESUME),--resume)
+	$(BIN)/python examples/train_gpt.py $(if $(CORPUS),--corpus "$(CORPUS)") $(if $(RESUME),--resume) $(TRAIN_ARGS)
 
 test: build-tests ## Run the Python tests (all but the slow ones) and the C++ tests
 	@echo "== Python tests"
