@@ -117,10 +117,12 @@ docs: build $(HAS_DOCS) ## Build the documentation (docs/_build/html); warnings 
 
 CXX_FILES = $$(git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
 
-lint: $(HAS_LINT) ## ruff, mypy, clang-format, the arrows of the design, clang-tidy
+lint: $(HAS_LINT) ## Run ruff, mypy, clang-format, clang-tidy, check the arrows of the design
 	@echo "== ruff"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@echo "== whitespace, size"
+	$(BIN)/python .ci/text.py --check
 	@echo "== clang-format"
 	@$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	@echo "== arrows"
