@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <learned.h>
+#include <replay.h>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/equal.h>
+
+#include <algorithm>
+#include <mutex>
+
+namespace torch_sm3::reversible {
+namespace {
+
+constexpr c10::DeviceType kAutocastTypes[] = {at::kCPU, at::kCUDA};
+
+at::Generator generator_of(c10::Device device) {
+  return device.is_cpu() ? at::detail::getDefaultCPUGenerator()
+                         : at::globalContext().defaultGenerator(device);
+}
+
+at::Tensor state_of(c10::Device device) {
+  at::Generator generator = generator_of(device);
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_state(c10::Device device, const at::Tensor& state) {
+  at::Generator generator = generator_of(device);
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_state(state);
+}
+
+std::vector<Autocast> autocast_now() {
+  std::vector<Autocast> all;
+  for (const c10::DeviceType type : kAutocastTypes) {
+    all.push_back({type, std::nullopt});
+    if (at::autocast::is_autocast_enabled(type)) {
+      all.back().dtype = at::autocast::get_autocast_dtype(type);
+    }
+  }
+  return all;
+}
+
+bool any_enabled(const std::vector<Autocast>& all) {
+  return std::any_of(all.begin(), all.end(), [](const Autocast& autocast) {
+    return autocast.dtype.has_value();
+  });
+}
+
+// Every restoration happens in a destructor, so also when F throws.
+template <class Restore>
+class Finally {
+ public:
+  explicit Finally(Restore restore) : restore_(std::move(restore)) {}
+  ~Finally() {
+    restore_();
+  }
+  Finally(const Finally&) = delete;
+  Finally& operator=(const Finally&) = delete;
+
+ private:
+  Restore restore_;
+};
+
+// The cache of cast weights stays off: a weight cast without grad must not be
+// found by an operator that needs its graph.
+class AutocastGuard {
+ public:
+  explicit AutocastGuard(const std::vector<Autocast>& wanted)
+      : cache_(at::autocast::is_autocast_cache_enabled()) {
+    at::autocast::set_autocast_cache_enabled(false);
+    for (const Autocast& autocast : wanted) {
+      outer_.push_back(
+          {autocast.type,
+           at::autocast::is_autocast_enabled(autocast.type),
+           at::autocast::get_autocast_dtype(autocast.type)});
+      at::autocast::set_autocast_enabled(
+          autocast.type, autocast.dtype.has_value());
+      if (autocast.dtype) {
+        at::autocast::set_autocast_dtype(autocast.type, *autocast.dtype);
+      }
+    }
+  }
+  ~AutocastGuard() {
+    for (const Outer& outer : outer_) {
+      at::autocast::set_autocast_enabled(outer.type, outer.enabled);
+      at::autocast::set_autocast_dtype(outer.type, outer.dtype);
+    }
+    at::autocast::set_autocast_cache_enabled(cache_);
+  }
+  AutocastGuard(const AutocastGuard&) = delete;
+  AutocastGuard& operator=(const AutocastGuard&) = delete;
+
+ private:
+  struct Outer {
+    c10::DeviceType type;
+    bool enabled;
+    at::ScalarType dtype;
+  };
+  bool cache_;
+  std::vector<Outer> outer_;
+};
+
+std::vector<int64_t> versions_of(at::TensorList tensors) {
+  std::vector<int64_t> versions;
+  versions.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    versions.push_back(tensor._version());
+  }
+  return versions;
+}
+
+std::vector<c10::Device>
+devices_of(at::TensorList arguments, const Inventory& inventory) {
+  std::vector<c10::Device> devices{c10::Device(at::kCPU)};
+  const auto add = [&](const at::Tensor& tensor) {
+    if (tensor.is_cuda() &&
+        std::find(devices.begin(), devices.end(), tensor.device()) ==
+            devices.end()) {
+      devices.push_back(tensor.device());
+    }
+  };
+  std::for_each(arguments.begin(), arguments.end(), add);
+  std::for_each(inventory.owned.begin(), inventory.owned.end(), add);
+  for (const at::Tensor& buffer : inventory.buffer_values()) {
+    add(buffer);
+  }
+  return devices;
+}
+
+} // namespace
+
+at::Tensor* GeneratorStates::find(c10::Device device) {
+  for (auto& [key, state] : states_) {
+    if (key == device) {
+      return &state;
+    }
+  }
+  return nullptr;
+}
+
+void GeneratorStates::set(c10::Device device, at::Tensor state) {
+  if (at::Tensor* found = find(device)) {
+    *found = std::move(state);
+  } else {
+    states_.emplace_back(device, std::move(state));
+  }
+}
+
+Replay::Replay(const ObjectPtr& module)
+    : module_(module),
+      inventory_(module),
+      flags_(inventory_.training()),
+      versions_(versions_of(inventory_.owned)),
+      autocast_(autocast_now()) {}
+
+at::Tensor Replay::first(
+    const std::function<at::Tensor()>& run,
+    at::TensorList arguments,
+    GeneratorStates& states) {
+  const auto argument_versions = versions_of(arguments);
+  const auto known =
+      learned_buffers(module_, flags_, inventory_.buffers.size());
+  const auto before = inventory_.buffer_values();
+  std::vector<at::Tensor> copies(before.size());
+  for (size_t i = 0; i < before.size(); ++i) {
+    if (!known || (*known)[i]) {
+      copies[i] = before[i].clone();
+    }
+  }
+  const auto buffer_versions = versions_of(before);
+  const auto devices = devices_of(arguments, inventory_);
+  for (const c10::Device device : devices) {
+    if (states.find(device) == nullptr) {
+      states.set(device, state_of(device));
+    }
+  }
+  at::Tensor result;
+  if (any_enabled(autocast_)) {
+    const AutocastGuard guard(autocast_);
+    result = run();
+  } else {
+    result = run();
+  }
+  for (const c10::Device device : devices) {
+    const at::Tensor state = state_of(device);
+    const at::Tensor old = *states.find(device);
+    if (!at::equal(state, old)) {
+      states_.emplace_back(device, old);
+      states.set(device, state);
+    }
+  }
+  TORCH_CHECK(
+      argument_versions == versions_of(arguments),
+      "reversible_half_residual: expected F to leave its inputs alone, but got "
+      "a write in place to one of them (argument 'f')");
+  record_buffers(before, copies, buffer_versions, known);
+  return result;
+}
+
+void Replay::record_buffers(
+    const std::vector<at::Tensor>& before,
+    const std::vector<at::Tensor>& copies,
+    const std::vector<int64_t>& versions,
+    const std::optional<std::vector<bool>>& known) {
+  std::vector<bool> changed(before.size());
+  for (size_t i = 0; i < before.size(); ++i) {
+    const Attribute& attribute = inventory_.buffers[i];
+    const bool same_object = attribute.get().toTensor().is_same(before[i]);
+    const bool same_version = before[i]._version() == versions[i];
+    if (copies[i].defined()) {
+      // Batch norm writes its running statistics without a new version, so the
+      // values are compared, once for each pattern of flags.
+      changed[i] = known || !same_object || !same_version ||
+                   !at::equal(copies[i], before[i]);
+      if (changed[i]) {
+        buffers_.emplace_back(attribute, copies[i]);
+      }
+      continue;
+    }
+    TORCH_CHECK(
+        same_version,
+        "reversible_half_residual: expected F to change buffer '",
+        attribute.module->type()->getAttributeName(attribute.slot),
+        "' in its first call already, but got a first change in a later one "
+        "(argument 'f')");
+    if (!same_object) {
+      buffers_.emplace_back(attribute, before[i]);
+    }
+  }
+  if (!known && !changed.empty()) {
+    learn_buffers(module_, flags_, std::move(changed));
+  }
+}
+
+at::Tensor Replay::again(const std::function<at::Tensor()>& run) const {
+  const Inventory now(module_);
+  check_weights(now);
+  const auto flags = now.training();
+  const Finally restore_flags([&] {
+    for (size_t i = 0; i < flags.size() && flags != flags_; ++i) {
+      now.flags[i].set(static_cast<bool>(flags[i]));
+    }
+  });
+  for (size_t i = 0; i < flags.size() && flags != flags_; ++i) {
+    now.flags[i].set(static_cast<bool>(flags_[i]));
+  }
+  std::vector<std::pair<Attribute, c10::IValue>> buffers;
+  const Finally restore_buffers([&] {
+    for (const auto& [attribute, value] : buffers) {
+      attribute.set(value);
+    }
+  });
+  for (const auto& [attribute, value] : buffers_) {
+    buffers.emplace_back(attribute, attribute.get());
+    // A clone, because F changes it and the graph may be retained.
+    attribute.set(value.clone());
+  }
+  std::vector<std::pair<c10::Device, at::Tensor>> states;
+  const Finally restore_states([&] {
+    for (const auto& [device, state] : states) {
+      set_state(device, state);
+    }
+  });
+  for (const auto& [device, state] : states_) {
+    states.emplace_back(device, state_of(device));
+    set_state(device, state);
+  }
+  if (any_enabled(autocast_) || any_enabled(autocast_now())) {
+    const AutocastGuard guard(autocast_);
+    return run();
+  }
+  return run();
+}
+
+void Replay::check_weights(const Inventory& now) const {
+  bool same = now.owned.size() == inventory_.owned.size() &&
+              now.flags.size() == flags_.size();
+  for (size_t i = 0; same && i < now.owned.size(); ++i) {
+    same = now.owned[i].is_same(inventory_.owned[i]);
+  }
+  TORCH_CHECK(
+      same,
+      "reversible: expected F to keep its weights until the backward pass, but "
+      "got others");
+  TORCH_CHECK(
+      versions_of(now.owned) == versions_,
+      "reversible: expected the weights of F unchanged until the backward "
+      "pass, but got a newer version of one");
+}
+
+} // namespace torch_sm3::reversible

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+/// \file
+/// What F's recompute must see again: generators, autocast, training flags,
+/// buffers and weights. The twin of torch_sm3/_reversible_replay.py.
+
+#include <scripted.h>
+
+#include <ATen/core/Generator.h>
+#include <c10/core/Device.h>
+
+#include <functional>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace torch_sm3::reversible {
+
+/// States of the generators after the last F of a call.
+class GeneratorStates {
+ public:
+  /// Returns the kept state of a device, or null.
+  at::Tensor* find(c10::Device device);
+  void set(c10::Device device, at::Tensor state);
+
+ private:
+  std::vector<std::pair<c10::Device, at::Tensor>> states_;
+};
+
+/// The autocast of one device type; `dtype` only where it is enabled.
+struct Autocast {
+  c10::DeviceType type;
+  std::optional<at::ScalarType> dtype;
+};
+
+/// One F's first run, to be run again with the same outcome.
+class Replay {
+ public:
+  explicit Replay(const ObjectPtr& module);
+
+  /// The tensors that required grad in the first run.
+  const std::vector<at::Tensor>& owned() const {
+    return inventory_.owned;
+  }
+
+  /// Runs F and records what it needs to be run again.
+  ///
+  /// \param run       runs F
+  /// \param arguments all tensors that F is given
+  /// \param states    generator states after the previous F; updated. They
+  ///                  spare a snapshot, because nothing but F draws in between
+  at::Tensor first(
+      const std::function<at::Tensor()>& run,
+      at::TensorList arguments,
+      GeneratorStates& states);
+
+  /// Runs F in the world of the first run and restores today's, also on throw.
+  ///
+  /// \param run runs F
+  at::Tensor again(const std::function<at::Tensor()>& run) const;
+
+ private:
+  void check_weights(const Inventory& now) const;
+  void record_buffers(
+      const std::vector<at::Tensor>& before,
+      const std::vector<at::Tensor>& copies,
+      const std::vector<int64_t>& versions,
+      const std::optional<std::vector<bool>>& known);
+
+  ObjectPtr module_;
+  Inventory inventory_;
+  std::vector<bool> flags_;
+  std::vector<int64_t> versions_;
+  std::vector<Autocast> autocast_;
+  std::vector<std::pair<Attribute, at::Tensor>> buffers_;
+  std::vector<std::pair<c10::Device, at::Tensor>> states_;
+};
+
+} // namespace torch_sm3::reversible
