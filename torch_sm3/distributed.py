@@ -40,14 +40,15 @@ def _check_options(op: str, mode: str, scale: float) -> None:
         )
 
 
-def _resolve(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _resolve(op: str, group: Any) -> dist.ProcessGroup:
     if group is None:
         # torch's own error where no group was initialised.
         return dist.distributed_c10d._get_default_group()
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if not isinstance(group, dist.ProcessGroup):
+        # What torch.distributed.new_group gives to ranks outside.
         raise ValueError(
-            f"{op}: expected a group that contains this rank, but got one without "
-            f"rank {dist.get_rank()} (argument 'process_group')"
+            f"{op}: expected a process group that contains rank {dist.get_rank()}, but "
+            f"got {group!r} (argument 'process_group')"
         )
     return group
 
@@ -60,8 +61,8 @@ class _Binding:
         if timeout is None:
             timeout = group._get_backend(torch.device("cpu")).options._timeout
         # Rank order is part of the result; torch sorts unless told otherwise.
-        order = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-        own = dist.new_group(
+        order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+        own: Any = dist.new_group(
             ranks,
             timeout=timeout,
             backend=dist.get_backend_config(group),
@@ -245,7 +246,8 @@ class AdasumState:
 
 
 def adasum_hook(
-    state: AdasumState, bucket: dist.GradBucket
+    state: AdasumState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     r"""Combine the gradients of one DDP bucket over all ranks, as a DDP hook.
 
@@ -330,7 +332,7 @@ def adasum_all_reduce(
     Raises:
         TypeError: on tensors that are not float16, bfloat16, float32 or float64.
         ValueError: on no tensors, tensors that overlap, an unknown mode, a scale that
-            is not finite, or a group without this rank.
+            is not finite, options beside a state, or a group without this rank.
         NotImplementedError: on sparse tensors or tensors of another device.
         RuntimeError: on all ranks, if any two pass different sizes or options.
         torch.distributed.DistBackendError: if another rank is dead or silent.
@@ -357,6 +359,11 @@ def adasum_all_reduce(
             f"{op}: expected at least one tensor, but got none (argument 'tensors')"
         )
     if state is not None:
+        if (mode, scale) != ("tree", 1.0):
+            raise ValueError(
+                f"{op}: expected either a state or mode and scale, but got both "
+                "(argument 'state')"
+            )
         binding = state._bound(op)
         mode, scale = state.mode, state.scale
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -43,9 +44,11 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=group_timeout),
         )
-        results.send((True, fn(rank, world_size, *args)))
+        answer = (True, fn(rank, world_size, *args))
     except BaseException:
-        results.send((False, traceback.format_exc()))
+        answer = (False, traceback.format_exc())
+    # Plain pickle: a Connection would send tensors as handles that die with us.
+    results.send_bytes(pickle.dumps(answer))
     results.close()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -101,7 +104,7 @@ def run_ranks(
             for receiver in ready:
                 rank = receivers.index(receiver)
                 try:
-                    good, value = receiver.recv()
+                    good, value = pickle.loads(receiver.recv_bytes())
                 except EOFError:
                     good, value = rank in may_die, None
                     if not good:

@@ -64,7 +64,7 @@ std::vector<Value> swap_values(
       at::empty({transport.size(), size}, at::TensorOptions().dtype(at::kByte));
   std::vector<at::Tensor> rows = all.unbind(0);
   std::memcpy(rows[transport.rank()].mutable_data_ptr(), &mine, sizeof(Value));
-  transport.wait(transport.post(rows, tag), what);
+  transport.wait(transport.post(rows, tag, what));
   std::vector<Value> values(transport.size());
   std::memcpy(values.data(), all.const_data_ptr(), all.nbytes());
   return values;
@@ -301,7 +301,11 @@ std::vector<Exchange::Window> Exchange::cut_into_windows(
   return windows;
 }
 
-void Exchange::post(Window& window, size_t index, uint64_t call) {
+void Exchange::post(
+    const Request& request,
+    Window& window,
+    size_t index,
+    uint64_t call) {
   const at::Tensor own = window.own.view(at::kByte);
   std::vector<at::Tensor>& scratch = scratch_[index % 2];
   scratch.resize(transport_.size());
@@ -315,7 +319,8 @@ void Exchange::post(Window& window, size_t index, uint64_t call) {
     }
     window.rows.push_back(scratch[peer].narrow(0, 0, own.numel()));
   }
-  window.posted = transport_.post(window.rows, tag_of(mix(call, index)));
+  window.posted = transport_.post(
+      window.rows, tag_of(mix(call, index)), c10::str(request.what, ", data"));
 }
 
 void Exchange::compute(const Request& request, const Window& window) const {
@@ -349,13 +354,13 @@ void Exchange::gather(const Request& request, const at::Tensor& flat) {
   call = mix(mix(call, layout_hash(request.sizes)), flat.element_size());
   std::vector<Window> windows = cut_into_windows(request, flat);
   if (!windows.empty()) {
-    post(windows[0], 0, call);
+    post(request, windows[0], 0, call);
   }
   for (size_t w = 0; w < windows.size(); ++w) {
     // The own row is overwritten by the result, so it must have left as well.
-    transport_.wait(windows[w].posted, c10::str(request.what, ", data"));
+    transport_.wait(windows[w].posted);
     if (w + 1 < windows.size()) {
-      post(windows[w + 1], w + 1, call);
+      post(request, windows[w + 1], w + 1, call);
     }
     compute(request, windows[w]);
   }

@@ -71,7 +71,8 @@ class Exchange {
   void gather(const Request& request, const at::Tensor& flat);
   std::vector<Window>
   cut_into_windows(const Request& request, const at::Tensor& flat) const;
-  void post(Window& window, size_t index, uint64_t call);
+  void
+  post(const Request& request, Window& window, size_t index, uint64_t call);
   void compute(const Request& request, const Window& window) const;
 
   Transport transport_;

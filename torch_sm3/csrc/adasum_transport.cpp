@@ -25,63 +25,57 @@ Transport::Transport(
               group_->getGroupName(),
               "]")) {}
 
-Transport::Posted
-Transport::post(const std::vector<at::Tensor>& rows, int tag) {
-  Posted posted;
-  posted.deadline = std::chrono::steady_clock::now() + timeout_;
+Transport::Posted Transport::start(std::string what) const {
+  return {{}, {}, std::chrono::steady_clock::now() + timeout_, std::move(what)};
+}
+
+Transport::Posted Transport::post(
+    const std::vector<at::Tensor>& rows,
+    int tag,
+    std::string what) {
+  Posted posted = start(std::move(what));
   for (const bool receive : {true, false}) {
     // Every rank starts with its right neighbour, so no rank is asked by all
     // others at once.
     for (int step = 1; step < size_; ++step) {
       const int peer = (rank_ + step) % size_;
       std::vector<at::Tensor> message = {rows[receive ? peer : rank_]};
-      posted.works.push_back(
-          receive ? group_->recv(message, peer, tag)
-                  : group_->send(message, peer, tag));
+      try {
+        posted.works.push_back(
+            receive ? group_->recv(message, peer, tag)
+                    : group_->send(message, peer, tag));
+      } catch (const std::exception& error) {
+        fail(posted, c10::str("rank ", peer, " to be there"), error.what());
+      }
       posted.peers.push_back(peer);
     }
   }
   return posted;
 }
 
-void Transport::wait(const Posted& posted, const std::string& what) {
+void Transport::wait(const Posted& posted) {
   enter(posted);
-  try {
-    for (size_t k = 0; k < posted.works.size(); ++k) {
-      const bool receive = k < posted.works.size() / 2;
-      wait_one(
-          posted.works[k],
-          posted.deadline,
-          c10::str(
-              what,
-              ": expected rank ",
-              posted.peers[k],
-              receive ? " to send" : " to receive"));
-    }
-  } catch (...) {
-    leave();
-    throw;
+  const size_t receives = posted.works.size() / 2;
+  for (size_t k = 0; k < posted.works.size(); ++k) {
+    const char* action = k < receives ? " to send" : " to receive";
+    wait_one(posted, k, c10::str("rank ", posted.peers[k], action));
   }
   leave();
 }
 
-void Transport::sum(at::Tensor& tensor, const std::string& what) {
+void Transport::sum(at::Tensor& tensor, std::string what) {
   std::vector<at::Tensor> tensors = {tensor};
   c10d::AllreduceOptions options;
   options.timeout = timeout_;
-  Posted posted;
-  posted.deadline = std::chrono::steady_clock::now() + timeout_;
-  posted.works.push_back(group_->allreduce(tensors, options));
-  enter(posted);
+  Posted posted = start(std::move(what));
+  constexpr const char* expected = "all ranks to take part";
   try {
-    wait_one(
-        posted.works[0],
-        posted.deadline,
-        c10::str(what, ": expected all ranks to take part"));
-  } catch (...) {
-    leave();
-    throw;
+    posted.works.push_back(group_->allreduce(tensors, options));
+  } catch (const std::exception& error) {
+    fail(posted, expected, error.what());
   }
+  enter(posted);
+  wait_one(posted, 0, expected);
   leave();
 }
 
@@ -99,7 +93,7 @@ void Transport::interrupt() {
 
 void Transport::enter(const Posted& posted) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(!interrupted_, "adasum: the exchange was closed", place_);
+  TORCH_CHECK(!interrupted_, posted.what, ": the exchange was closed", place_);
   waiting_ = posted.works;
 }
 
@@ -108,40 +102,47 @@ void Transport::leave() {
   waiting_.clear();
 }
 
-bool Transport::interrupted() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return interrupted_;
+void Transport::fail(
+    const Posted& posted,
+    const std::string& expected,
+    const std::string& got) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    waiting_.clear();
+    TORCH_CHECK(
+        !interrupted_, posted.what, ": the exchange was closed", place_);
+  }
+  C10_THROW_ERROR(
+      DistBackendError,
+      c10::str(
+          posted.what,
+          ": expected ",
+          expected,
+          " within ",
+          std::chrono::duration<double>(timeout_).count(),
+          " s, but got: ",
+          got,
+          place_));
 }
 
 void Transport::wait_one(
-    const c10::intrusive_ptr<c10d::Work>& work,
-    std::chrono::steady_clock::time_point deadline,
-    const std::string& waiting_for) {
+    const Posted& posted,
+    size_t index,
+    const std::string& expected) {
   // Zero would mean the backend's own timeout.
   const auto left = std::max(
       std::chrono::milliseconds(1),
       std::chrono::duration_cast<std::chrono::milliseconds>(
-          deadline - std::chrono::steady_clock::now()));
-  std::string reason;
+          posted.deadline - std::chrono::steady_clock::now()));
+  std::string reason = "an aborted wait";
   try {
-    if (work->wait(left)) {
+    if (posted.works[index]->wait(left)) {
       return;
     }
-    reason = "an aborted wait";
   } catch (const std::exception& error) {
     reason = error.what();
   }
-  TORCH_CHECK(
-      !interrupted(), "adasum: the exchange was closed while waiting", place_);
-  C10_THROW_ERROR(
-      DistBackendError,
-      c10::str(
-          waiting_for,
-          " within ",
-          std::chrono::duration<double>(timeout_).count(),
-          " s, but got: ",
-          reason,
-          place_));
+  fail(posted, expected, reason);
 }
 
 } // namespace torch_sm3::distributed

@@ -21,6 +21,7 @@ class Transport {
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
     std::vector<int> peers;
     std::chrono::steady_clock::time_point deadline;
+    std::string what; // operation and phase, for errors
   };
 
   /// \param group   the ranks
@@ -48,28 +49,28 @@ class Transport {
   /// \param rows one tensor per rank; `rows[rank()]` is sent to all, the others
   ///             are received into
   /// \param tag  31 bits that name the message
-  Posted post(const std::vector<at::Tensor>& rows, int tag);
+  /// \param what operation and phase, for errors
+  Posted post(const std::vector<at::Tensor>& rows, int tag, std::string what);
 
   /// Waits for what was posted.
-  ///
-  /// \param posted the messages
-  /// \param what   operation and phase, for the error
-  void wait(const Posted& posted, const std::string& what);
+  void wait(const Posted& posted);
 
   /// Adds a tensor over all ranks with the backend's own all-reduce.
-  void sum(at::Tensor& tensor, const std::string& what);
+  void sum(at::Tensor& tensor, std::string what);
 
   /// Lets the current wait and all later ones fail; from any thread.
   void interrupt();
 
  private:
+  Posted start(std::string what) const;
   void enter(const Posted& posted);
   void leave();
-  bool interrupted();
-  void wait_one(
-      const c10::intrusive_ptr<c10d::Work>& work,
-      std::chrono::steady_clock::time_point deadline,
-      const std::string& waiting_for);
+  [[noreturn]] void fail(
+      const Posted& posted,
+      const std::string& expected,
+      const std::string& got);
+  void
+  wait_one(const Posted& posted, size_t index, const std::string& expected);
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const std::chrono::milliseconds timeout_;

@@ -106,13 +106,13 @@ def test_adasum_row_12_no_sum_is_formed_in_float16():
 
 
 @pytest.mark.parametrize("size", [1e-16, 1e-18, 1e20])
-def test_adasum_row_27_no_epsilon_and_no_float32_dots(size):
+def test_adasum_row_26_no_epsilon_and_no_float32_dots(size):
     leaf = torch.full((16,), size)
     assert torch.equal(combine(leaf.repeat(4, 1)), leaf)
 
 
 @pytest.mark.parametrize("mode", ["tree", "psum"])
-def test_adasum_row_26_zero_leaf_is_absent(mode):
+def test_adasum_row_25_zero_leaf_is_absent(mode):
     leaf = torch.randn(100)
     stack = torch.stack([leaf, torch.zeros(100), 3 * leaf])
     result = combine(stack, mode=mode)
