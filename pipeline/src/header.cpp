@@ -132,16 +132,18 @@ TensorMeta read_meta(Reader* reader) {
   // The product of the sizes is what the receiver allocates: it must not wrap.
   int64_t elements = 1;
   bool overflow = false;
+  bool empty = false;
   for (uint8_t d = 0; d < rank; ++d) {
     const auto size = reader->get<int64_t>();
     if (size < 0) {
       throw HeaderError("header: expected sizes of at least 0");
     }
     overflow = __builtin_mul_overflow(elements, size, &elements) || overflow;
+    empty = empty || size == 0;
     meta.sizes.push_back(size);
   }
   // 16 bytes is the largest element.
-  if ((overflow && elements != 0) || elements > (int64_t{1} << 58)) {
+  if (!empty && (overflow || elements > (int64_t{1} << 58))) {
     throw HeaderError("header: expected fewer elements than 2^58");
   }
   return meta;

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Framed messages between two ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.processes import run_ranks
+
+from torch_sm3.pipeline._faults import Failure, LinksLostError, PoisonedError
+from torch_sm3.pipeline._links import ACTIVATION, GRADIENT, Links, new_group
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.bool,
+]  # fmt: skip
+
+
+def open_links(timeout: float = 20.0, max_pending: int = 2) -> Links:
+    links = Links(new_group(None, 20.0), timeout, max_pending, 1, [0, 1])
+    links.begin(1, False)
+    return links
+
+
+def payload() -> list[torch.Tensor]:
+    """Return all kinds of tensors, the same on both ranks."""
+    generator = torch.Generator().manual_seed(5)
+    base = torch.rand(4, 6, generator=generator) * 8
+    tensors = [base.to(dtype) for dtype in DTYPES]
+    tensors += [
+        torch.tensor(3.5),
+        torch.tensor(True),
+        torch.empty(0),
+        torch.empty(3, 0, 2, dtype=torch.int64),
+        base.t(),
+        base[::2, 1::3],
+        base[:1].expand(5, 6),
+        torch.view_as_complex(base.view(4, 3, 2)).conj(),
+        torch.rand([1] * 30, generator=generator),
+    ]
+    # Too many shapes for one frame of 512 bytes.
+    return tensors + [base[i % 4] for i in range(100)]
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare bits, types and shapes."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    flat = [x.contiguous().resolve_conj().view(-1).view(torch.uint8) for x in (a, b)]
+    return torch.equal(*flat)
+
+
+def exchange(rank: int, ranks: int) -> Any:
+    links = open_links()
+    sent = payload()
+    good = []
+    for link in (ACTIVATION, GRADIENT):
+        stages = (rank, 1 - rank)
+        ticket = links.receive(1 - rank, link, stages[::-1], 7)
+        links.send(1 - rank, link, stages, 7, "text with ü", sent)
+        structure, tensors, requires_grad = links.take(ticket)
+        good += [structure == "text with ü", not any(requires_grad)]
+        good += [len(tensors) == len(sent), *map(same, sent, tensors)]
+    # Both classes at once, received in the other order, at p = 2 over one peer.
+    for link in (ACTIVATION, GRADIENT):
+        links.send(1 - rank, link, (rank, 1 - rank), link, "t", [torch.tensor(link)])
+    for link in (GRADIENT, ACTIVATION):
+        ticket = links.receive(1 - rank, link, (1 - rank, rank), link)
+        good.append(links.take(ticket)[1][0].item() == link)
+    # Whether a tensor requires grad travels; its graph does not.
+    leaf = torch.ones(2, requires_grad=True)
+    links.send(
+        1 - rank, ACTIVATION, (rank, 1 - rank), 0, "tt", [leaf * 2, leaf.detach()]
+    )
+    ticket = links.receive(1 - rank, ACTIVATION, (1 - rank, rank), 0)
+    _, tensors, requires_grad = links.take(ticket)
+    good += [requires_grad == [True, False], tensors[0].is_leaf]
+    good.append(links.failure() is None)
+    links.close()
+    links.close()
+    return good
+
+
+def test_all_dtypes_and_shapes_arrive() -> None:
+    for answer in run_ranks(2, exchange):
+        assert all(answer), answer
+
+
+def bound(rank: int, ranks: int) -> Any:
+    links = open_links(max_pending=2)
+    big = [torch.zeros(1 << 16)]
+    if rank == 1:
+        dist.barrier()
+        for i in range(4):
+            ticket = links.receive(0, ACTIVATION, (0, 1), i)
+            assert same(links.take(ticket)[1][0], big[0] + i)
+        links.close()
+        return None
+    native = links._native
+    for i in range(2):
+        # The caller may drop what it sent; the link keeps the bytes.
+        assert native.send(1, ACTIVATION, 0, 1, i, "t", [big[0] + i], False, 0.0) == 1
+    assert native.send(1, ACTIVATION, 0, 1, 2, "t", [big[0] + 2], False, 0.1) == 0
+    # Another class has room of its own.
+    assert native.send(1, GRADIENT, 0, 1, 0, "t", [], False, 0.0) == 1
+    ticks: list[float] = []
+
+    def tick() -> None:
+        while len(ticks) < 30:
+            ticks.append(time.monotonic())
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    assert native.send(1, ACTIVATION, 0, 1, 2, "t", [big[0] + 2], False, 0.5) == 0
+    # Other Python threads ran while this one waited inside the library.
+    assert len(ticks) == 30
+    dist.barrier()
+    links.send(1, ACTIVATION, (0, 1), 2, "t", [big[0] + 2])
+    links.send(1, ACTIVATION, (0, 1), 3, "t", [big[0] + 3])
+    links.close()
+    return None
+
+
+def test_sends_under_way_are_bounded_and_do_not_hold_the_interpreter() -> None:
+    run_ranks(2, bound)
+
+
+def mismatch(rank: int, ranks: int, what: str) -> str:
+    links = open_links()
+    wanted = {"stages": (0, 1), "microbatch": 3}
+    if rank == 0:
+        if what == "step":
+            links.begin(2, False)
+        elif what == "stage":
+            wanted["stages"] = (4, 1)
+        elif what == "microbatch":
+            wanted["microbatch"] = 4
+        elif what == "eval":
+            links.begin(1, True)
+        sent = [torch.ones(1000)]
+        links.send(1, ACTIVATION, wanted["stages"], wanted["microbatch"], "t", sent)
+        ticket = links.receive(1, GRADIENT, (1, 0), 0)
+    else:
+        ticket = links.receive(0, ACTIVATION, wanted["stages"], wanted["microbatch"])
+    with pytest.raises(LinksLostError):
+        links.take(ticket)
+    with pytest.raises(LinksLostError):
+        links.send(1 - rank, ACTIVATION, (rank, 1 - rank), 0, "", [])
+    failure = links.failure()
+    links.flush(1.0)
+    links.close()
+    assert failure is not None and failure.error_type == "ProtocolError"
+    return failure.message
+
+
+@pytest.mark.parametrize("what", ["step", "stage", "microbatch", "eval"])
+def test_another_header_names_both_sides_on_both_ranks(what: str) -> None:
+    first, second = run_ranks(2, mismatch, what)
+    assert first == second
+    assert first.startswith(
+        "rank 1 expected activation of microbatch 3 from stage 0 to stage 1 in step 1, "
+        "but rank 0 sent another message: activation of microbatch "
+    )
+    told = {
+        "step": "3 from stage 0 to stage 1 in step 2",
+        "stage": "3 from stage 4 to stage 1 in step 1",
+        "microbatch": "4 from stage 0 to stage 1 in step 1",
+        "eval": "3 from stage 0 to stage 1 in eval 1",
+    }
+    assert first.endswith(told[what])
+
+
+def garbage(rank: int, ranks: int) -> str:
+    group = new_group(None, 20.0)
+    if rank == 0:
+        # Tag 1: activations (class 0) from rank 0 to rank 1 of 2.
+        dist.send(torch.arange(512).to(torch.uint8), group=group, group_dst=1, tag=1)
+        dist.barrier()
+        return ""
+    links = Links(group, 20.0, 2, 1, [0, 1])
+    links.begin(1, False)
+    with pytest.raises(LinksLostError):
+        links.take(links.receive(0, ACTIVATION, (0, 1), 0))
+    failure = links.failure()
+    dist.barrier()
+    links.close()
+    assert failure is not None
+    return failure.message
+
+
+def test_bytes_that_are_no_header_are_refused() -> None:
+    message = run_ranks(2, garbage)[1]
+    assert "expected a frame of torch_sm3, but got other bytes" in message
+    assert message.startswith("rank 1 expected activation") and "rank 0 sent" in message
+
+
+def poison(rank: int, ranks: int) -> Any:
+    links = open_links()
+    failure = Failure(0, 0, 5, "0F5", "ValueError", "lang: " + "ä" * 2000)
+    if rank == 0:
+        links.poison(1, ACTIVATION, (0, 1), 5, failure)
+        links.send(1, ACTIVATION, (0, 1), 6, "N", [])
+        links.close()
+        return failure
+    with pytest.raises(PoisonedError) as info:
+        links.take(links.receive(0, ACTIVATION, (0, 1), 5))
+    assert links.take(links.receive(0, ACTIVATION, (0, 1), 6)) == ("N", [], [])
+    links.close()
+    return info.value.failure
+
+
+def test_poison_takes_the_place_of_one_message() -> None:
+    first, second = run_ranks(2, poison)
+    assert first == second
+
+
+def wrong_calls(rank: int, ranks: int) -> None:
+    links = open_links()
+    native = links._native
+    with pytest.raises(ValueError, match="expected a ticket of receive, but got 99"):
+        native.wait(99, 0.0)
+    with pytest.raises(ValueError, match="whose message has arrived"):
+        native.take(links.receive(1 - rank, ACTIVATION, (1 - rank, rank), 0))
+    with pytest.raises(ValueError, match=r"activation.*but got 7 \(argument 'link'\)"):
+        native.receive(1 - rank, 7, 0, 1, 0)
+    with pytest.raises(ValueError, match="at most 64 dimensions, but got 65"):
+        native.send(1 - rank, 0, 0, 1, 0, "", [torch.ones([1] * 65)], False, 0.0)
+    sparse = torch.ones(2).to_sparse()
+    with pytest.raises(TypeError, match="expected dense CPU tensors, but got"):
+        native.send(1 - rank, 0, 0, 1, 0, "t", [sparse], False, 0.0)
+    dist.barrier()
+    links.close()
+
+
+def test_wrong_calls_are_refused() -> None:
+    run_ranks(2, wrong_calls)
