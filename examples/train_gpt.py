@@ -28,7 +28,7 @@ from report import draw, name_of, table
 from training import settings_of, train
 
 #: Best of a grid for 2 processes and the other defaults; see docs/train_gpt.md.
-DEFAULT_LR = {"sm3": 0.1, "adamw": 0.004}
+DEFAULT_LR = {"sm3": 0.05, "adamw": 0.006}
 RANKS = 2
 #: Equal for all configurations. One thread a rank, as two ranks share two cores; one
 #: arena and an early trim, so that resident memory follows what is in use.

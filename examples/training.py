@@ -40,7 +40,7 @@ def settings_of(args: argparse.Namespace, corpus: Corpus, ranks: int) -> dict[st
 def make_optimizer(name: str, model: GPT, lr: float) -> torch.optim.Optimizer:
     """Build the optimizer; the constants besides ``lr`` are in docs/train_gpt.md."""
     if name == "sm3":
-        return SM3(model.parameters(), lr=lr, momentum=0.9)
+        return SM3(model.parameters(), lr=lr)
     return torch.optim.AdamW(
         model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0
     )
