@@ -86,7 +86,7 @@ build-tests: build
 
 train: build
 	@echo "== training"
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node=2 examples/train_gpt.py $(if $(CORPUS),--corpus "$(CORPUS)") $(if $(RESUME),--resume)
+	$(BIN)/python examples/train_gpt.py $(if $(CORPUS),--corpus "$(CORPUS)") $(if $(RESUME),--resume)
 
 test: build-tests ## Run the Python tests (all but the slow ones) and the C++ tests
 	@echo "== Python tests"

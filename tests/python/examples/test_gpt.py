@@ -62,9 +62,7 @@ def test_reversible_has_the_gradients_of_its_formula():
         torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "blocks, stages", list(itertools.product(gpt.BLOCKS, (2, 3)))
-)
+@pytest.mark.parametrize("blocks, stages", list(itertools.product(gpt.BLOCKS, (2, 3))))
 def test_stages_make_up_the_model(blocks: str, stages: int):
     tokens = torch.randint(11, (2, 8))
     whole = build(blocks, stages)
