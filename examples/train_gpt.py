@@ -227,6 +227,8 @@ def main() -> None:
         launch(args)
     except ValueError as error:
         raise SystemExit(f"train_gpt: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit("stopped; --resume goes on from the last checkpoint") from None
 
 
 if __name__ == "__main__":
