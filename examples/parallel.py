@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_sm3 import AdasumState, adasum_hook
-from torch_sm3.pipeline import PipelineRunner, Stage, plan
+from torch_sm3.pipeline import PipelineRunner, Stage, StepResult, plan
 
 
 class Parallel(Protocol):
@@ -122,11 +122,16 @@ class Stages:
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         """Leave this stage's gradients in ``.grad`` and return the mean loss."""
-        return float(self.runner.step(tokens, target=targets).loss)
+        return self._loss(self.runner.step(tokens, target=targets))
 
     def evaluate(self, tokens: Tensor, targets: Tensor) -> float:
         """Return the mean loss of all rows."""
-        return float(self.runner.eval(tokens, target=targets).loss)
+        return self._loss(self.runner.eval(tokens, target=targets))
+
+    @staticmethod
+    def _loss(result: StepResult) -> float:
+        assert result.loss is not None, "the runner shares the loss with every rank"
+        return result.loss.item()
 
     def probe(self, tokens: Tensor, targets: Tensor) -> tuple[int, int]:
         """Count live bytes over one step of this stage, marked after each forward."""

@@ -113,20 +113,24 @@ def draw(results: list[Result], path: Path) -> bool:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(12, 5), layout="constrained")
+    ranks = max(len(result["ranks"]) for result in results)
+    figure = Figure(figsize=(6 + 3.6 * ranks, 5), layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+    grid = figure.add_gridspec(1, 1 + ranks, width_ratios=[6] + [3.6] * ranks)
+    losses = figure.add_subplot(grid[0])
+    losses.set(xlabel="step", ylabel="loss, nats per character", title="Loss")
+    panels: list[Any] = []
+    for rank in range(ranks):
+        first = panels[0] if panels else None
+        panels.append(figure.add_subplot(grid[1 + rank], sharex=first, sharey=first))
+        panels[-1].set(xlabel="seconds of training", title=f"Memory of rank {rank}")
+    panels[0].set_ylabel("resident MiB more than after building the model")
     for index, result in enumerate(results):
-        draw_losses(left, result, f"C{index}")
-        draw_memory(right, result, index)
-    left.set(xlabel="step", ylabel="loss, nats per character", title="Loss")
-    right.set(
-        xlabel="seconds since training began",
-        ylabel="MiB",
-        title="Resident memory of each rank since its model was built",
-    )
-    right.set_ylim(bottom=0)
-    for axes in (left, right):
+        draw_losses(losses, result, f"C{index}")
+        for axes, measured in zip(panels, result["ranks"], strict=False):
+            draw_memory(axes, measured, name_of(result), f"C{index}")
+    panels[0].set_ylim(bottom=0)
+    for axes in (losses, *panels):
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,16 +157,16 @@ def draw_losses(axes: Any, result: Result, color: str) -> None:
     )
 
 
-def draw_memory(axes: Any, result: Result, index: int) -> None:
-    """Add one configuration's growth of resident memory, a line for each rank."""
-    for rank, measured in enumerate(result["ranks"]):
-        seconds, sizes = zip(*measured["trace"], strict=True)
-        built = measured["built_bytes"]
-        axes.plot(
-            seconds,
-            [(size - built) / MIB for size in sizes],
-            color=f"C{index}",
-            linestyle="-" if rank == 0 else "--",
-            linewidth=1.0,
-            label=f"{name_of(result)}: rank {rank} (from {built / MIB:,.0f} MiB)",
-        )
+def draw_memory(axes: Any, measured: dict[str, Any], name: str, color: str) -> None:
+    """Add the growth of one rank's resident memory: its range in each interval."""
+    trace, built = measured["trace"], measured["built_bytes"]
+    size = max(1, len(trace) // 100)
+    chunks = [trace[i : i + size] for i in range(0, len(trace), size)]
+    seconds = [chunk[-1][0] for chunk in chunks]
+    least, most = (
+        [(pick(sample[1] for sample in chunk) - built) / MIB for chunk in chunks]
+        for pick in (min, max)
+    )
+    axes.fill_between(seconds, least, most, color=color, alpha=0.3, linewidth=0)
+    label = f"{name}\n(from {built / MIB:,.0f} MiB)"
+    axes.plot(seconds, most, color=color, linewidth=1.2, label=label)

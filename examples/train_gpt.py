@@ -28,7 +28,7 @@ from report import draw, name_of, table
 from training import settings_of, train
 
 #: Best of a grid for 2 processes and the other defaults; see docs/train_gpt.md.
-DEFAULT_LR = {"sm3": 0.1, "adamw": 0.004}
+DEFAULT_LR = {"sm3": 0.05, "adamw": 0.006}
 RANKS = 2
 #: Equal for all configurations. One thread a rank, as two ranks share two cores; one
 #: arena and an early trim, so that resident memory follows what is in use.
@@ -53,18 +53,18 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--parallel", choices=("ddp", "pipeline"), default="ddp")
     p.add_argument("--microbatches", type=int, help="of a pipeline step (4)")
-    p.add_argument("--steps", type=int, default=100)
-    p.add_argument("--width", type=int, default=96)
+    p.add_argument("--steps", type=int, default=150)
+    p.add_argument("--width", type=int, default=64)
     p.add_argument("--depth", type=int, default=12)
     p.add_argument("--heads", type=int, default=4)
-    p.add_argument("--context", type=int, default=128, help="characters of a window")
-    p.add_argument("--batch", type=int, default=16, help="windows of a step and rank")
+    p.add_argument("--context", type=int, default=64, help="characters of a window")
+    p.add_argument("--batch", type=int, default=32, help="windows of a step and rank")
     p.add_argument("--lr", type=float, help=f"learning rate {DEFAULT_LR}")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--corpus", type=Path, help="a UTF-8 text (Jane Austen's novels)")
     p.add_argument("--out", type=Path, default=Path("runs/train_gpt"))
     p.add_argument("--resume", action="store_true", help="continue the run in --out")
-    p.add_argument("--save-every", type=int, default=20, help="steps")
+    p.add_argument("--save-every", type=int, default=25, help="steps")
     p.add_argument(
         "--no-baseline", action="store_true", help="leave AdamW + plain blocks out"
     )
@@ -227,6 +227,8 @@ def main() -> None:
         launch(args)
     except ValueError as error:
         raise SystemExit(f"train_gpt: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit("stopped; --resume goes on from the last checkpoint") from None
 
 
 if __name__ == "__main__":

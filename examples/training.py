@@ -24,6 +24,9 @@ VALIDATION_ROWS = 64
 #: A log line, and how many times in a run the validation loss is taken.
 LOG_EVERY, VALIDATIONS = 10, 5
 SAMPLE_CHARACTERS = 400
+#: Steps of warm-up, or a third of a shorter run. SM3 never forgets a squared gradient,
+#: so the large early ones must not meet a large learning rate.
+WARMUP = 50
 #: Flags that the final bits depend on.
 SETTINGS = (
     *("optimizer", "blocks", "combine", "parallel", "microbatches", "steps"),
@@ -40,15 +43,15 @@ def settings_of(args: argparse.Namespace, corpus: Corpus, ranks: int) -> dict[st
 def make_optimizer(name: str, model: GPT, lr: float) -> torch.optim.Optimizer:
     """Build the optimizer; the constants besides ``lr`` are in docs/train_gpt.md."""
     if name == "sm3":
-        return SM3(model.parameters(), lr=lr, momentum=0.9)
+        return SM3(model.parameters(), lr=lr)
     return torch.optim.AdamW(
         model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0
     )
 
 
 def learning_rate(base: float, step: int, steps: int) -> float:
-    """Return the rate of a step: a linear warm-up over a tenth, then constant."""
-    return base * min(1.0, (step + 1) / max(1, steps // 10))
+    """Return the rate of a step: a linear warm-up, then constant."""
+    return base * min(1.0, (step + 1) / max(1, min(WARMUP, steps // 3)))
 
 
 class Run:
