@@ -20,8 +20,9 @@ def _expect(condition: bool, expected: str, value: object, name: str) -> None:
 
 
 def _is_size(value: object) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value >= 0  # type: ignore[arg-type]
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) and value >= 0
 
 
 def check_options(group: dict[str, Any]) -> None:
