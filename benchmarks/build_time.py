@@ -21,15 +21,13 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def seconds(*command: str | Path) -> float:
+def seconds(*command: str) -> float:
     """Run a command without a compiler cache and return its wall time."""
     environment = {k: v for k, v in os.environ.items() if "COMPILER_LAUNCHER" not in k}
     # A cache may also stand in front of the compiler on PATH.
     environment["CCACHE_DISABLE"] = "1"
     start = time.perf_counter()
-    done = subprocess.run(
-        [str(word) for word in command], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
     return time.perf_counter() - start
@@ -50,7 +48,7 @@ def main() -> None:
     times: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-        where = ["-S", ROOT, "-B", folder]
+        where = ["-S", str(ROOT), "-B", folder]
         build = ["cmake", "--build", folder, "-j", arguments.jobs]
         # Each step does what the steps before it have left to do.
         configure = ["cmake", "-G", "Ninja", *where, prefix]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import torch_sm3
 
@@ -20,12 +21,16 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def docstrings() -> Iterator[doctest.DocTest]:
-    """Yield every docstring of the package that holds an example."""
+    """Yield every docstring of the package that holds an example.
+
+    As in torch's own documentation, the two packages themselves are there.
+    """
     finder = doctest.DocTestFinder()
+    there = {"torch": torch, "torch_sm3": torch_sm3}
     names = ["torch_sm3"]
     names += [m.name for m in pkgutil.walk_packages(torch_sm3.__path__, "torch_sm3.")]
     for name in sorted(names):
-        for test in finder.find(importlib.import_module(name), name):
+        for test in finder.find(importlib.import_module(name), name, extraglobs=there):
             if test.examples:
                 yield test
 
