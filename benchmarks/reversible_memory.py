@@ -86,7 +86,8 @@ def peak_bytes(run: Run, x: Tensor) -> int:
         return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step(run, x)
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    assert profiler.profiler is not None
+    results = profiler.profiler.kineto_results
     changes = [
         (event.start_ns(), event.nbytes())
         for event in results.events()
@@ -170,10 +171,8 @@ def main() -> None:
         f"{options.repeats}"
     )
     for name, seconds in times.items():
-        print(
-            f"{name:>10} {1e3 * seconds:9.1f} ms  / plain {seconds / times['plain']:.3f}"
-            f"  / checkpoint {seconds / times['checkpoint']:.3f}"
-        )
+        ratios = [f"/ {o} {seconds / times[o]:.3f}" for o in ("plain", "checkpoint")]
+        print(f"{name:>10} {1e3 * seconds:9.1f} ms  {'  '.join(ratios)}")
     if options.json:
         figures = {
             "options": {k: str(v) for k, v in vars(options).items()},
