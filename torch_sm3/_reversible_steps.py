@@ -186,23 +186,92 @@ class Half:
         stack[self.acc] = op(stack[self.acc], value)
 
 
+class Whole:
+    """A block of the user's as one step: its ``forward`` and its ``inverse``.
+
+    Args:
+        block: the block.
+        learned: what earlier calls found out about it.
+    """
+
+    __slots__ = ("block", "layers", "learned", "n_in", "n_out", "reads")
+
+    def __init__(self, block: Any, learned: Learned) -> None:
+        self.block = block
+        self.layers = (block,)
+        self.learned = learned
+        self.n_in: int = block.n_in
+        self.n_out: int = block.n_out
+        self.reads = range(self.n_in)
+
+    def run(
+        self, items: Sequence[Any], kwargs: Sequence[dict[str, Any]]
+    ) -> tuple[Any, ...]:
+        """Return what the block makes of the top of the stack."""
+        result = self.block(*items, **(kwargs[0] if kwargs else {}))
+        return self._checked(result, self.n_out)
+
+    def reverse(
+        self, items: Sequence[Any], kwargs: Sequence[dict[str, Any]]
+    ) -> tuple[Any, ...]:
+        """Return what the block's inverse makes of the top of the stack."""
+        result = self.block.inverse(*items, **(kwargs[0] if kwargs else {}))
+        return self._checked(result, self.n_in)
+
+    def _checked(self, result: Any, count: int) -> tuple[Any, ...]:
+        if not isinstance(result, tuple) or len(result) != count:
+            got = len(result) if isinstance(result, tuple) else type(result).__name__
+            raise TypeError(
+                f"reversible: expected {type(self.block).__name__} to return a tuple "
+                f"of {count} items, but got {got}"
+            )
+        return result
+
+    def side_names(self, side: Side) -> list[frozenset[str]]:
+        """Return the names of side context that the block takes."""
+        if not side:
+            return []
+        declared = _declared(type(self.block).forward, self.n_in + 1)
+        return [side.names if declared is None else declared & side.names]
+
+    def plain(self, stack: list[Any], side: Side, name: str, backwards: bool) -> None:
+        """Run the step, or its inverse, with ordinary operators."""
+        kwargs = side.build(self.side_names(side), side.tensors)
+        if backwards:
+            stack[: self.n_out] = self.reverse(stack[: self.n_out], kwargs)
+        else:
+            stack[: self.n_in] = self.run(stack[: self.n_in], kwargs)
+
+
 class Permute:
     """The step that permutes or duplicates the first ``n_in`` items of the stack."""
 
-    __slots__ = ("first", "indices", "n_in")
+    __slots__ = ("_first", "_indices", "_n_in")
 
     def __init__(self, indices: Sequence[int], n_in: int) -> None:
-        self.indices = indices
-        self.n_in = n_in
-        self.first = [indices.index(i) for i in range(n_in)]
+        self._indices = indices
+        self._n_in = n_in
+        self._first = [indices.index(i) for i in range(n_in)]
 
-    def forward(self, stack: list[Any]) -> None:
-        """Move the stack over this step."""
-        stack[: self.n_in] = [stack[i] for i in self.indices]
+    def plain(self, stack: list[Any], side: Side, name: str, backwards: bool) -> None:
+        """Run the step, or its inverse; it needs neither side context nor a node."""
+        self.move(None, stack, backwards)
 
-    def reverse(self, stack: list[Any]) -> None:
-        """Move the stack back over this step."""
-        stack[: len(self.indices)] = [stack[i] for i in self.first]
+    def move(self, call: Any, stack: list[Any], backwards: bool) -> None:
+        """Move the stack over this step, or back over it."""
+        if backwards:
+            stack[: len(self._indices)] = [stack[i] for i in self._first]
+        else:
+            stack[: self._n_in] = [stack[i] for i in self._indices]
+
+
+#: What a block consists of.
+Step = Half | Whole | Permute
+
+
+def is_stream(item: Any) -> bool:
+    """Tell whether a stack item can have a gradient."""
+    return isinstance(item, Tensor) and (item.is_floating_point() or item.is_complex())
 
 
 def check_value(value: Any, acc: Any, name: str) -> None:

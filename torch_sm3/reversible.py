@@ -9,9 +9,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from torch_sm3._reversible_node import Call
+from torch_sm3._reversible_call import Call
 from torch_sm3._reversible_replay import Learned
-from torch_sm3._reversible_steps import Half, Permute, Side
+from torch_sm3._reversible_steps import Half, Permute, Side, Step, Whole
 
 __all__ = [
     "AdditiveCoupling",
@@ -29,16 +29,50 @@ class Block(nn.Module):
 
     A block takes the first :attr:`n_in` items of the stack and puts :attr:`n_out`
     items in their place; deeper items pass untouched. Called by itself it is ordinary
-    differentiable code; in a :class:`ReversibleSequence` its streams are rebuilt in
-    the backward pass.
+    differentiable code; in a :class:`ReversibleSequence` its inputs are rebuilt in the
+    backward pass by :meth:`inverse`, and :meth:`forward` runs again with grad at them.
+    Both are then given the same random numbers, so they must draw in the same order.
 
     Attributes:
         n_in: number of stack items that the block takes.
         n_out: number of stack items that it returns.
+
+    Example:
+        >>> import torch
+        >>> from torch_sm3.reversible import Block, ReversibleSequence
+        >>> class Scale(Block):
+        ...     n_in = n_out = 1
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        ...     def forward(self, x):
+        ...         return (x * self.scale,)
+        ...     def inverse(self, y):
+        ...         return (y / self.scale,)
+        >>> seq = ReversibleSequence(Scale(), Scale())
+        >>> seq(torch.ones(3))[0].sum().backward()
+        >>> seq[0].scale.grad
+        tensor(6.)
     """
 
     n_in: int
     n_out: int
+
+    def forward(self, *stack: Any, **side: Any) -> tuple[Any, ...]:
+        """Return the items that take the place of ``stack``."""
+        raise NotImplementedError
+
+    def inverse(self, *stack: Any, **side: Any) -> tuple[Any, ...]:
+        """Return the inputs that :meth:`forward` maps to ``stack``."""
+        raise NotImplementedError
+
+    def _steps(self) -> Sequence[Step]:
+        """Return the primitive steps; they work on the top of the stack."""
+        return (Whole(self, self.__dict__.setdefault("_learned", Learned())),)
+
+
+class _Stepwise(Block):
+    """A block that is given by its steps."""
 
     def forward(self, *stack: Any, **side: Any) -> tuple[Any, ...]:
         """Run the block with ordinary operators."""
@@ -47,10 +81,6 @@ class Block(nn.Module):
     def inverse(self, *stack: Any, **side: Any) -> tuple[Any, ...]:
         """Return the inputs that :meth:`forward` maps to ``stack``."""
         return self._run(stack, side, backwards=True)
-
-    def _steps(self) -> Sequence[Half | Permute]:
-        """Return the primitive steps; they work on the top of the stack."""
-        raise NotImplementedError
 
     def _run(
         self, stack: Sequence[Any], side: dict[str, Any], backwards: bool
@@ -64,7 +94,7 @@ class Block(nn.Module):
         return tuple(items)
 
 
-class HalfResidual(Block):
+class HalfResidual(_Stepwise):
     r"""Add a function of the other streams to the first one.
 
     .. math::
@@ -113,12 +143,12 @@ class HalfResidual(Block):
         self.n_in = self.n_out = 1 + n_context
         self._learned = Learned()
 
-    def _steps(self) -> Sequence[Half | Permute]:
+    def _steps(self) -> Sequence[Step]:
         layers = list(self.layers)
         return (Half(layers, 0, range(1, self.n_in), self._learned),)
 
 
-class AdditiveCoupling(Block):
+class AdditiveCoupling(_Stepwise):
     r"""Couple two streams by two residual functions.
 
     .. math::
@@ -160,7 +190,7 @@ class AdditiveCoupling(Block):
         self.G = G
         self._learned = (Learned(), Learned())
 
-    def _steps(self) -> Sequence[Half | Permute]:
+    def _steps(self) -> Sequence[Step]:
         learned_f, learned_g = self._learned
         return (
             Half((self.F,), 0, (1,), learned_f),
@@ -168,7 +198,7 @@ class AdditiveCoupling(Block):
         )
 
 
-class Select(Block):
+class Select(_Stepwise):
     r"""Permute or duplicate stack items of any shape and type.
 
     Args:
@@ -209,7 +239,7 @@ class Select(Block):
         """Return what ``print`` shows."""
         return f"{list(self.indices)}, n_in={self.n_in}"
 
-    def _steps(self) -> Sequence[Half | Permute]:
+    def _steps(self) -> Sequence[Step]:
         return (self._permute,)
 
 
@@ -231,7 +261,9 @@ class ReversibleSequence(Block):
 
     The memory of activations does not depend on the depth: of all streams only the
     final ones are kept. Each function of a block runs twice in a step, once without
-    grad in the forward pass and once with grad in the backward pass.
+    grad in the forward pass and once with grad in the backward pass. The second run is
+    given the generator states, autocast, training flags and buffers of the first, and
+    none of them notices it. Random numbers that are not torch's are not replayed.
 
     Args:
         *blocks: blocks and sequences of blocks; the latter are flattened.
@@ -316,12 +348,8 @@ class ReversibleSequence(Block):
         self._check_streams(items)
         call = Call(context)
         for i, block in enumerate(self):
-            name = f"block {i}"
             for step in block._steps():
-                if isinstance(step, Permute):
-                    call.permute(step, items)
-                else:
-                    call.half(step, name, items)
+                call.run(step, f"block {i}", items)
         call.close(items)
         return tuple(items)
 
@@ -397,10 +425,7 @@ def _run_steps(
 ) -> None:
     steps = block._steps()
     for step in reversed(steps) if backwards else steps:
-        if isinstance(step, Permute):
-            (step.reverse if backwards else step.forward)(items)
-        else:
-            step.plain(items, side, name, backwards)
+        step.plain(items, side, name, backwards)
 
 
 def _check_module(op: str, argument: str, module: Any) -> None:
@@ -421,8 +446,8 @@ def _check_count(op: str, needed: int, items: Sequence[Any]) -> None:
 def _check_names(op: str, side: Side, blocks: Iterable[Block]) -> None:
     if not side:
         return
-    halves = [s for b in blocks for s in b._steps() if isinstance(s, Half)]
-    taken = frozenset().union(*(n for h in halves for n in h.side_names(side)))
+    steps = [s for b in blocks for s in b._steps() if not isinstance(s, Permute)]
+    taken = frozenset().union(*(n for s in steps for n in s.side_names(side)))
     unknown = sorted(side.names - taken)
     if unknown:
         raise TypeError(

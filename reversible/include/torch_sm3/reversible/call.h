@@ -9,8 +9,8 @@
 ///
 /// \code
 /// auto call = reversible_begin({x1, x2}, "");
-/// auto y1 = reversible_half_residual(call, f, x1, {x2}, {});
-/// auto y2 = reversible_half_residual(call, g, x2, {y1}, {});
+/// auto y1 = reversible_half_residual(call, f, x1, {x2});
+/// auto y2 = reversible_half_residual(call, g, x2, {y1});
 /// auto y = reversible_end(call, {y1, y2});
 /// \endcode
 
@@ -92,7 +92,8 @@ TORCH_SM3_API at::Tensor reversible_half_residual(
     const c10::IValue& f,
     const at::Tensor& acc,
     at::TensorList context,
-    const c10::List<std::optional<at::Tensor>>& side);
+    const c10::List<std::optional<at::Tensor>>& side =
+        c10::List<std::optional<at::Tensor>>());
 
 /// Ends a call; without it the backward pass is a RuntimeError.
 ///
