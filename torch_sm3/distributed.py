@@ -62,11 +62,12 @@ class _Binding:
             timeout = group._get_backend(torch.device("cpu")).options._timeout
         # Rank order is part of the result; torch sorts unless told otherwise.
         order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+        subset = len(ranks) < dist.get_world_size()
         own: Any = dist.new_group(
             ranks,
             timeout=timeout,
             backend=dist.get_backend_config(group),
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
+            use_local_synchronization=subset,
             **order,
         )
         self.size = len(ranks)
@@ -74,11 +75,15 @@ class _Binding:
         self.exchange = _ops.adasum_exchange(own, timeout)
         # Also at garbage collection and at interpreter exit, where a thread that
         # completes a future would otherwise meet a dead interpreter.
-        self.close = weakref.finalize(self, self._close, self.exchange, own)
+        self.close = weakref.finalize(self, self._close, self.exchange, own, subset)
 
     @staticmethod
-    def _close(exchange: Any, group: dist.ProcessGroup) -> None:
+    def _close(exchange: Any, group: dist.ProcessGroup, subset: bool) -> None:
         exchange.close()
+        if subset:
+            # Up to torch 2.13 the next group of these ranks would get the same name,
+            # and find the addresses of this one; torch destroys it at its own end.
+            return
         # The user may have destroyed all groups before.
         with contextlib.suppress(ValueError, AssertionError):
             dist.destroy_process_group(group)

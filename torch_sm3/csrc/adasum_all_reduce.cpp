@@ -106,14 +106,16 @@ void adasum_all_reduce_(
   op.call(tensors, group, mode_name(options.mode), options.scale);
 }
 
+// The argument is not called `mode`: torch functionalises an operator that
+// changes its arguments by a Python call that has a `mode` of its own.
 TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
   m.def(
       "adasum_all_reduce_(Tensor(a!)[] tensors, str group_name, "
-      "str mode=\"tree\", *, float scale=1.) -> ()");
+      "str rule=\"tree\", *, float scale=1.) -> ()");
   m.def(
       "adasum_all_reduce_.process_group(Tensor(a!)[] tensors, "
       "__torch__.torch.classes.c10d.ProcessGroup group, "
-      "str mode=\"tree\", *, float scale=1.) -> ()");
+      "str rule=\"tree\", *, float scale=1.) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(torch_sm3, CPU, m) {

@@ -68,7 +68,7 @@ class Worker : public torch::CustomClassHolder {
   /// Queues a request. `value` is a finished future with the Python object that
   /// `result` will hold.
   void submit(
-      std::vector<at::Tensor> tensors,
+      const std::vector<at::Tensor>& tensors,
       std::vector<int64_t> sizes,
       const std::string& mode,
       double scale,
@@ -79,7 +79,10 @@ class Worker : public torch::CustomClassHolder {
       FuturePtr result) {
     Job job;
     job.request.mode = parse_mode(mode, "AdasumState");
-    job.request.tensors = std::move(tensors);
+    for (const at::Tensor& tensor : tensors) {
+      // An alias without a Python object: to let go of one takes Python's lock.
+      job.request.tensors.push_back(tensor.detach());
+    }
     job.request.sizes = std::move(sizes);
     job.request.scale = scale;
     job.request.check = check;
