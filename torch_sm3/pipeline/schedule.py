@@ -64,7 +64,7 @@ class Schedule:
             >>> from torch_sm3.pipeline import plan
             >>> print(plan("1f1b", ranks=2, microbatches=1).lower().text, end="")
             schedule 1 kind=1f1b ranks=2 stages=2 microbatches=1 placement=loop
-            rank 0: 0F0 0SEND_F0 0RECV_B0 0B0
+            rank 0: 0F0 0RECV_B0 0SEND_F0 0B0
             rank 1: 1RECV_F0 1F0 1B0 1SEND_B0
         """
         try:
