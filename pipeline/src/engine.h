@@ -6,7 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
-#include <functional>
+#include <list>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -15,8 +15,15 @@
 
 namespace torch_sm3::pipeline {
 
-// The threads and queues behind a Transport. Threads hold a shared pointer, so
-// one that cannot be stopped never outlives what it uses.
+// The queues and threads behind a Transport.
+//
+// The caller's own thread posts and waits wherever it can, because handing a
+// message from thread to thread costs more than a small message takes. Threads
+// exist for what must go on while the caller computes: one listens to the
+// control messages of each control peer, one per link posts the payload of
+// messages that are too large for one transmission, and one wakes callers whose
+// wait has lasted long enough. Threads hold a shared pointer, so one that
+// cannot be stopped never outlives what it uses.
 class Transport::Engine : public std::enable_shared_from_this<Engine> {
  public:
   Engine(
@@ -41,6 +48,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   using Clock = std::chrono::steady_clock;
+  using Time = Clock::time_point;
   using Lock = std::unique_lock<std::mutex>;
   using Work = c10::intrusive_ptr<c10d::Work>;
 
@@ -49,70 +57,101 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
     int64_t peer = 0;
     MessageClass link_class = MessageClass::kControl;
     Header expected;
+    Work frame;            // receives into the link's buffer
+    bool threaded = false; // the link's thread does the rest
     std::optional<Message> message;
-    std::optional<Clock::time_point> since; // start of the wait
+    std::optional<Time> since; // start of the wait
   };
-  // A message under way. The tensors alias what the caller may drop meanwhile.
+  // A message under way. The tensors keep what the caller may drop meanwhile.
   struct Parcel {
-    std::vector<Work> works;
+    std::deque<Work> works;
     std::vector<at::Tensor> tensors;
   };
-  // One direction of one class between this rank and one peer.
-  struct Link {
+  // One class of messages to one peer.
+  struct Outgoing {
     int64_t peer = 0;
-    MessageClass link_class = MessageClass::kControl;
     int tag = 0;
-    std::deque<Parcel> parcels; // sent and not yet left
+    std::deque<Parcel> parcels; // posted and not known to have left
+    std::optional<Time> full_since;
+  };
+  // One class of messages from one peer. Of one link one message at a time is
+  // received, as only its header says what follows it.
+  struct Incoming {
+    int64_t peer = 0;
+    int tag = 0;
+    at::Tensor buffer; // header frame and room for a small payload
     std::deque<std::shared_ptr<Receipt>> asked;
     std::deque<Message> unasked; // control messages that came first
-    std::optional<Clock::time_point> full_since;
+    bool large = false;          // the last message did not fit the buffer
     std::condition_variable wake;
     Work current; // what the thread waits for
     bool finished = false;
     std::thread thread;
   };
+  // A caller that waits for work, until `limit`.
+  struct Waiting {
+    Work work;
+    Time limit;
+  };
   using Key = std::pair<int64_t, MessageClass>;
 
-  Link& outgoing(int64_t peer, MessageClass link_class);
-  Link& incoming(int64_t peer, MessageClass link_class);
-  void launch(Link& link, void (Engine::*run)(Link&));
-  void run_outgoing(Link& link);
-  void run_incoming(Link& link);
-  void run_control(Link& link);
-  bool await(Link& link, const Work& work);
-  bool pull_bytes(Link& link, size_t size, std::vector<uint8_t>* bytes);
-  std::optional<Message> pull(Link& link, const Header* expected);
-  Work post_receive(Link& link, const at::Tensor& bytes);
-  void post(Link& link, Header header, const std::vector<at::Tensor>& tensors);
-  void match(Link& link);
-  static void check(const Header& expected, const Header& header);
-  int tag(MessageClass link_class, int64_t from, int64_t to) const;
-  Failure lost_peer(int64_t peer) const;
-  Failure broken_protocol(const Link& link, const std::string& what) const;
+  // Gloo closes all connections of a group when one wait times out, so no wait
+  // of ours ever does: it is ended from outside, and the connections stay.
+  static constexpr std::chrono::milliseconds kForever =
+      std::chrono::hours(24 * 3650);
+
+  // engine.cpp: for callers. Those that take a lock hold mutex_ meanwhile.
+  Outgoing& outgoing(int64_t peer, MessageClass link_class);
+  Incoming& incoming(int64_t peer, MessageClass link_class);
+  bool make_room(Lock& lock, Outgoing& link, size_t most, Time limit);
+  bool wait_for(Lock& lock, const Work& work, Time limit);
+  void progress(Lock& lock, Incoming& link, Time limit);
+  void post_next(Incoming& link);
+  void watch();
+  Time limit_of(std::optional<Time>* since, double seconds) const;
+  bool overdue(const std::optional<Time>& since) const;
+  void fail_with(const Failure& failure, int64_t except = -1);
   std::vector<int64_t> control_peers() const;
   bool lost() const {
     return !failure_.empty();
   }
-  bool idle() const;
-  void stop(Link& link);
-  void fail_with(const Failure& failure, int64_t except = -1);
+
+  // links.cpp: messages, by callers and threads.
+  void
+  post(Outgoing& link, Header header, const std::vector<at::Tensor>& tensors);
+  Work post_receive(Incoming& link, const at::Tensor& bytes);
+  bool open_frame(Incoming& link, Receipt& receipt);
+  std::optional<Message> pull_rest(Incoming& link);
+  void launch(Incoming& link, void (Engine::*run)(Incoming&));
+  void run_incoming(Incoming& link);
+  void run_control(Incoming& link);
+  bool await(Incoming& link, const Work& work);
+  static void abort_wait(const Work& work);
+  void match(Incoming& link);
+  void stop(Incoming& link);
+  int tag(MessageClass link_class, int64_t from, int64_t to) const;
+  Failure lost_peer(int64_t peer) const;
+  Failure broken_protocol(const Incoming& link, const std::string& what) const;
 
   const TransportOptions options_;
   const int64_t rank_;
   const int64_t size_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::mutex posting_; // keeps the order of posts and parcels the same
 
   mutable std::mutex mutex_;        // guards all below
-  std::condition_variable changed_; // a message came, left, or all is lost
+  std::condition_variable changed_; // a message came, or all is lost
+  std::condition_variable watching_;
   uint64_t step_ = 0;
   uint8_t flags_ = 0;
   bool stopping_ = false;
   std::string failure_;
   int64_t next_ticket_ = 0;
   std::map<int64_t, std::shared_ptr<Receipt>> receipts_;
-  std::map<Key, std::unique_ptr<Link>> outgoing_;
-  std::map<Key, std::unique_ptr<Link>> incoming_;
-  std::mutex posting_; // keeps the order of posts and parcels the same
+  std::map<Key, std::unique_ptr<Outgoing>> outgoing_;
+  std::map<Key, std::unique_ptr<Incoming>> incoming_;
+  std::list<Waiting> waiting_;
+  std::thread watcher_;
 };
 
 } // namespace torch_sm3::pipeline

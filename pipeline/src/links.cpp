@@ -1,72 +1,68 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the threads of a Transport do, one thread per directed link and class.
+// Messages on the wire, and the threads that receive some of them.
 #include <engine.h>
 #include <payload.h>
+
+#include <algorithm>
+#include <cstring>
 
 namespace torch_sm3::pipeline {
 namespace {
 
-// Gloo closes all connections of a group when one wait times out, so no wait of
-// ours ever does: whoever needs the message has a time limit of its own.
-constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 3650);
+size_t payload_size(const at::Tensor& tensor) {
+  return tensor.numel() == 0 ? 0 : tensor.nbytes();
+}
 
-std::string rank_name(int64_t rank) {
-  return "rank " + std::to_string(rank);
+size_t payload_size(const std::vector<at::Tensor>& tensors) {
+  size_t sum = 0;
+  for (const at::Tensor& tensor : tensors) {
+    sum += payload_size(tensor);
+  }
+  return sum;
+}
+
+// Reads a message that lies in one piece after a frame that `decode_fixed`
+// accepts.
+Message unpack(const at::Tensor& buffer) {
+  const auto* data = buffer.const_data_ptr<uint8_t>();
+  const size_t rest = second_frame_bytes(data);
+  if (rest > kSmallPayload) {
+    throw HeaderError("header: expected a small message");
+  }
+  const uint8_t* payload = data + kFrameBytes + rest;
+  const uint8_t* end = data + buffer.numel();
+  Message message{decode({data, payload}), {}};
+  for (const TensorMeta& meta : message.header.tensors) {
+    message.tensors.push_back(
+        allocate(meta, static_cast<size_t>(end - payload)));
+    const at::Tensor& tensor = message.tensors.back();
+    if (const size_t size = payload_size(tensor)) {
+      std::memcpy(tensor.mutable_data_ptr(), payload, size);
+      payload += size;
+    }
+  }
+  return message;
+}
+
+void check(const Header& expected, const Header& header) {
+  const bool same =
+      (header.message_class == expected.message_class ||
+       header.message_class == MessageClass::kPoison) &&
+      (header.flags & kEvaluation) == (expected.flags & kEvaluation) &&
+      header.step == expected.step && header.epoch == expected.epoch &&
+      header.microbatch == expected.microbatch &&
+      header.source == expected.source && header.target == expected.target;
+  if (!same) {
+    throw HeaderError(describe(header));
+  }
 }
 
 } // namespace
-
-// The caller holds mutex_ in both.
-Transport::Engine::Link&
-Transport::Engine::outgoing(int64_t peer, MessageClass link_class) {
-  std::unique_ptr<Link>& link = outgoing_[{peer, link_class}];
-  if (!link) {
-    link = std::make_unique<Link>();
-    link->peer = peer;
-    link->link_class = link_class;
-    link->tag = tag(link_class, rank_, peer);
-    launch(*link, &Engine::run_outgoing);
-  }
-  return *link;
-}
-
-Transport::Engine::Link&
-Transport::Engine::incoming(int64_t peer, MessageClass link_class) {
-  std::unique_ptr<Link>& link = incoming_[{peer, link_class}];
-  if (!link) {
-    link = std::make_unique<Link>();
-    link->peer = peer;
-    link->link_class = link_class;
-    link->tag = tag(link_class, peer, rank_);
-    launch(
-        *link,
-        link_class == MessageClass::kControl ? &Engine::run_control
-                                             : &Engine::run_incoming);
-  }
-  return *link;
-}
 
 int Transport::Engine::tag(MessageClass link_class, int64_t from, int64_t to)
     const {
   return static_cast<int>(
       (static_cast<int64_t>(link_class) * size_ + from) * size_ + to);
-}
-
-void Transport::Engine::launch(Link& link, void (Engine::*run)(Link&)) {
-  // The links live as long as the engine, which the thread keeps alive.
-  link.thread = std::thread([self = shared_from_this(), &link, run] {
-    try {
-      ((*self).*run)(link);
-    } catch (const HeaderError& error) {
-      self->fail_with(self->broken_protocol(link, error.what()));
-    } catch (const std::exception&) {
-      self->fail_with(self->lost_peer(link.peer), link.peer);
-    }
-    const Lock lock(self->mutex_);
-    link.finished = true;
-    link.parcels.clear();
-    self->changed_.notify_all();
-  });
 }
 
 Failure Transport::Engine::lost_peer(int64_t peer) const {
@@ -79,61 +75,66 @@ Failure Transport::Engine::lost_peer(int64_t peer) const {
       0,
       "",
       "PeerLost",
-      rank_name(peer) + " ended or left the pipeline"};
+      c10::str("rank ", peer, " ended or left the pipeline")};
 }
 
 Failure Transport::Engine::broken_protocol(
-    const Link& link,
+    const Incoming& link,
     const std::string& what) const {
   const Lock lock(mutex_);
   Failure failure{rank_, 0, 0, "", "ProtocolError", ""};
-  failure.message = rank_name(rank_) + " expected ";
-  if (link.asked.empty()) {
-    failure.message += "a message";
-  } else {
-    const Header& expected = link.asked.front()->expected;
-    failure.stage = expected.target;
-    failure.microbatch = expected.microbatch;
-    failure.message += describe(expected);
+  std::string expected = "a message";
+  if (!link.asked.empty()) {
+    const Header& header = link.asked.front()->expected;
+    failure.stage = header.target;
+    failure.microbatch = header.microbatch;
+    expected = describe(header);
   }
-  failure.message +=
-      ", but " + rank_name(link.peer) + " sent another message: " + what;
+  failure.message = c10::str(
+      "rank ",
+      rank_,
+      " expected ",
+      expected,
+      ", but rank ",
+      link.peer,
+      " sent another message: ",
+      what);
   return failure;
 }
 
-// Waits for work of the thread of `link`; false if the transport closes.
-bool Transport::Engine::await(Link& link, const Work& work) {
-  {
-    const Lock lock(mutex_);
-    if (stopping_) {
-      return false;
-    }
-    link.current = work;
-  }
-  const bool done = work->wait(kForever);
-  const Lock lock(mutex_);
-  link.current.reset();
-  return done && !stopping_;
-}
+// --- sending -----------------------------------------------------------------
 
 void Transport::Engine::post(
-    Link& link,
+    Outgoing& link,
     Header header,
     const std::vector<at::Tensor>& tensors) {
-  Parcel parcel;
   for (const at::Tensor& tensor : tensors) {
     header.tensors.push_back(meta_of(tensor));
   }
-  const std::vector<uint8_t> bytes = encode(header);
-  parcel.tensors.push_back(as_tensor(bytes.data(), kFrameBytes));
-  if (bytes.size() > kFrameBytes) {
-    parcel.tensors.push_back(
-        as_tensor(bytes.data() + kFrameBytes, bytes.size() - kFrameBytes));
-  }
+  const size_t rest = encode(header).size() - kFrameBytes;
+  const bool small = rest + payload_size(tensors) <= kSmallPayload;
+  header.flags |= small ? kTogether : 0;
+  std::vector<uint8_t> bytes = encode(header);
+  std::vector<at::Tensor> payload;
   for (const at::Tensor& tensor : tensors) {
     if (tensor.numel() > 0) {
-      parcel.tensors.push_back(payload_bytes(tensor));
+      payload.push_back(payload_bytes(tensor));
     }
+  }
+  Parcel parcel;
+  if (small) {
+    for (const at::Tensor& part : payload) {
+      const auto* data = part.const_data_ptr<uint8_t>();
+      bytes.insert(bytes.end(), data, data + part.numel());
+    }
+    parcel.tensors = {as_tensor(bytes.data(), bytes.size())};
+  } else {
+    parcel.tensors = {as_tensor(bytes.data(), kFrameBytes)};
+    if (bytes.size() > kFrameBytes) {
+      parcel.tensors.push_back(
+          as_tensor(bytes.data() + kFrameBytes, bytes.size() - kFrameBytes));
+    }
+    parcel.tensors.insert(parcel.tensors.end(), payload.begin(), payload.end());
   }
   const Lock posting(posting_);
   for (const at::Tensor& tensor : parcel.tensors) {
@@ -143,70 +144,43 @@ void Transport::Engine::post(
   }
   const Lock lock(mutex_);
   link.parcels.push_back(std::move(parcel));
-  link.wake.notify_one();
 }
 
-void Transport::Engine::run_outgoing(Link& link) {
-  while (true) {
-    std::vector<Work> works;
-    {
-      Lock lock(mutex_);
-      link.wake.wait(lock, [&] { return stopping_ || !link.parcels.empty(); });
-      if (stopping_) {
-        return;
-      }
-      works = link.parcels.front().works;
-    }
-    for (const Work& work : works) {
-      if (!await(link, work)) {
-        return;
-      }
-    }
-    Parcel left; // freed after the lock
-    const Lock lock(mutex_);
-    left = std::move(link.parcels.front());
-    link.parcels.pop_front();
-    changed_.notify_all();
-  }
-}
-
-// Appends `size` bytes from the peer; false if the transport closes.
-bool Transport::Engine::pull_bytes(
-    Link& link,
-    size_t size,
-    std::vector<uint8_t>* bytes) {
-  const at::Tensor frame = empty_bytes(size);
-  if (!await(link, post_receive(link, frame))) {
-    return false;
-  }
-  const auto* data = frame.const_data_ptr<uint8_t>();
-  bytes->insert(bytes->end(), data, data + size);
-  return true;
-}
+// --- receiving ---------------------------------------------------------------
 
 Transport::Engine::Work
-Transport::Engine::post_receive(Link& link, const at::Tensor& bytes) {
+Transport::Engine::post_receive(Incoming& link, const at::Tensor& bytes) {
   std::vector<at::Tensor> one{bytes};
-  const Lock posting(posting_);
   return group_->recv(one, static_cast<int>(link.peer), link.tag);
 }
 
-// Receives one message; `expected` is compared before anything is allocated
-// for it. Nothing is returned if the transport closes.
-std::optional<Message>
-Transport::Engine::pull(Link& link, const Header* expected) {
-  std::vector<uint8_t> bytes;
-  if (!pull_bytes(link, kFrameBytes, &bytes)) {
-    return std::nullopt;
+// Takes the message whose frame has arrived in the link's buffer, if it is
+// whole. The caller holds mutex_.
+bool Transport::Engine::open_frame(Incoming& link, Receipt& receipt) {
+  receipt.frame.reset();
+  const auto* data = link.buffer.const_data_ptr<uint8_t>();
+  const Header head = decode_fixed(data);
+  // Compared before anything is allocated for it.
+  check(receipt.expected, head);
+  if ((head.flags & kTogether) == 0) {
+    return false;
   }
-  const Header head = decode_fixed(bytes.data());
-  if (expected != nullptr) {
-    check(*expected, head);
-  }
-  if (const size_t more = second_frame_bytes(bytes.data())) {
-    if (!pull_bytes(link, more, &bytes)) {
+  receipt.message = unpack(link.buffer);
+  return true;
+}
+
+// Receives what follows the frame in the link's buffer; nothing is returned if
+// the transport closes. For the link's thread.
+std::optional<Message> Transport::Engine::pull_rest(Incoming& link) {
+  const auto* data = link.buffer.const_data_ptr<uint8_t>();
+  std::vector<uint8_t> bytes(data, data + kFrameBytes);
+  if (const size_t more = second_frame_bytes(data)) {
+    const at::Tensor frame = empty_bytes(more);
+    if (!await(link, post_receive(link, frame))) {
       return std::nullopt;
     }
+    const auto* rest = frame.const_data_ptr<uint8_t>();
+    bytes.insert(bytes.end(), rest, rest + more);
   }
   Message message{decode(bytes), {}};
   std::vector<Work> works;
@@ -225,45 +199,86 @@ Transport::Engine::pull(Link& link, const Header* expected) {
   return message;
 }
 
-void Transport::Engine::check(const Header& expected, const Header& header) {
-  const bool same =
-      (header.message_class == expected.message_class ||
-       header.message_class == MessageClass::kPoison) &&
-      header.flags == expected.flags && header.step == expected.step &&
-      header.epoch == expected.epoch &&
-      header.microbatch == expected.microbatch &&
-      header.source == expected.source && header.target == expected.target;
-  if (!same) {
-    throw HeaderError(describe(header));
-  }
+// --- threads -----------------------------------------------------------------
+
+void Transport::Engine::launch(Incoming& link, void (Engine::*run)(Incoming&)) {
+  // The links live as long as the engine, which the thread keeps alive.
+  link.thread = std::thread([self = shared_from_this(), &link, run] {
+    try {
+      ((*self).*run)(link);
+    } catch (const HeaderError& error) {
+      self->fail_with(self->broken_protocol(link, error.what()));
+    } catch (const std::exception&) {
+      self->fail_with(self->lost_peer(link.peer), link.peer);
+    }
+    const Lock lock(self->mutex_);
+    link.finished = true;
+  });
 }
 
-void Transport::Engine::run_incoming(Link& link) {
+// Waits for work of the thread of `link`; false if the transport closes.
+bool Transport::Engine::await(Incoming& link, const Work& work) {
+  {
+    const Lock lock(mutex_);
+    if (stopping_) {
+      return false;
+    }
+    link.current = work;
+  }
+  const bool done = work->wait(kForever);
+  const Lock lock(mutex_);
+  link.current.reset();
+  return done && !stopping_;
+}
+
+// Receives messages with a payload of its own while the caller computes.
+void Transport::Engine::run_incoming(Incoming& link) {
   while (true) {
     std::shared_ptr<Receipt> receipt;
     {
       Lock lock(mutex_);
-      link.wake.wait(lock, [&] { return stopping_ || !link.asked.empty(); });
+      link.wake.wait(lock, [&] {
+        return stopping_ ||
+               (!link.asked.empty() && link.asked.front()->threaded);
+      });
       if (stopping_) {
         return;
       }
       receipt = link.asked.front();
     }
-    std::optional<Message> message = pull(link, &receipt->expected);
-    if (!message) {
-      return;
+    if (receipt->frame) {
+      if (!await(link, receipt->frame)) {
+        return;
+      }
+      const Lock lock(mutex_);
+      link.large = !open_frame(link, *receipt);
+    }
+    if (!receipt->message) {
+      std::optional<Message> message = pull_rest(link);
+      if (!message) {
+        return;
+      }
+      const Lock lock(mutex_);
+      receipt->message = std::move(message);
     }
     const Lock lock(mutex_);
-    receipt->message = std::move(message);
     link.asked.pop_front();
+    post_next(link);
     changed_.notify_all();
   }
 }
 
 // Control messages are received before anyone asks, because an alarm may come
 // at any time.
-void Transport::Engine::run_control(Link& link) {
-  while (std::optional<Message> message = pull(link, nullptr)) {
+void Transport::Engine::run_control(Incoming& link) {
+  while (await(link, post_receive(link, link.buffer))) {
+    const auto* data = link.buffer.const_data_ptr<uint8_t>();
+    std::optional<Message> message = (decode_fixed(data).flags & kTogether) != 0
+                                         ? unpack(link.buffer)
+                                         : pull_rest(link);
+    if (!message) {
+      return;
+    }
     if ((message->header.flags & kAlarm) != 0) {
       fail(message->header.structure, link.peer);
       continue;
@@ -275,7 +290,7 @@ void Transport::Engine::run_control(Link& link) {
 }
 
 // Gives control messages to those who asked; the caller holds mutex_.
-void Transport::Engine::match(Link& link) {
+void Transport::Engine::match(Incoming& link) {
   while (!link.asked.empty() && !link.unasked.empty()) {
     check(link.asked.front()->expected, link.unasked.front().header);
     link.asked.front()->message = std::move(link.unasked.front());
@@ -285,37 +300,35 @@ void Transport::Engine::match(Link& link) {
   }
 }
 
-void Transport::Engine::stop(Link& link) {
+void Transport::Engine::stop(Incoming& link) {
+  if (!link.thread.joinable()) {
+    return;
+  }
   // A wait that starts later sees stopping_; one that runs is aborted, again
   // and again, because an abort may come a moment before its wait.
-  const auto give_up = Clock::now() + std::chrono::seconds(2);
-  while (true) {
-    Work current;
+  const Time give_up = Clock::now() + std::chrono::seconds(2);
+  bool finished = false;
+  while (!finished && Clock::now() < give_up) {
     {
       const Lock lock(mutex_);
-      if (link.finished || Clock::now() > give_up) {
-        break;
-      }
-      current = link.current;
+      finished = link.finished;
       link.wake.notify_all();
-    }
-    if (current) {
-      try {
-        current->abort();
-      } catch (const std::exception&) {
-        // Not every backend can; its thread is left to end by itself.
+      if (link.current) {
+        abort_wait(link.current);
       }
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(std::chrono::milliseconds(finished ? 0 : 1));
   }
-  const bool finished = [&] {
-    const Lock lock(mutex_);
-    return link.finished;
-  }();
-  if (finished) {
-    link.thread.join();
-  } else {
-    link.thread.detach();
+  // Not every backend can end a wait; then the thread is left to end by itself.
+  finished ? link.thread.join() : link.thread.detach();
+}
+
+// Ends a wait. With Gloo what was posted stays and can be waited for again.
+void Transport::Engine::abort_wait(const Work& work) {
+  try {
+    work->abort();
+  } catch (const std::exception&) {
+    // A backend that cannot: the wait ends when the message comes.
   }
 }
 

@@ -26,12 +26,20 @@ at::Tensor payload_bytes(const at::Tensor& tensor) {
       .view(c10::ScalarType::Byte);
 }
 
-at::Tensor allocate(const TensorMeta& meta) {
+at::Tensor allocate(const TensorMeta& meta, size_t most) {
   const auto type = static_cast<c10::ScalarType>(meta.dtype);
   if (!can_travel(type)) {
     throw HeaderError(
         "header: expected a dtype, but got number " +
         std::to_string(meta.dtype));
+  }
+  size_t size = c10::elementSize(type);
+  for (const int64_t length : meta.sizes) {
+    size *=
+        static_cast<size_t>(length); // decode has seen that it does not wrap
+  }
+  if (size > most) {
+    throw HeaderError("header: expected a smaller tensor in a small message");
   }
   try {
     return at::empty(meta.sizes, at::TensorOptions().dtype(type));

@@ -5,17 +5,22 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <vector>
 
 namespace torch_sm3::pipeline {
+
+// A header's rest and a payload of up to this size together travel in one
+// transmission with the frame: a rendezvous costs more than to copy that much.
+inline constexpr size_t kSmallPayload = size_t{1} << 16;
 
 // The bytes of a dense CPU tensor as a flat uint8 tensor that shares or, if it
 // was not contiguous, owns its storage.
 at::Tensor payload_bytes(const at::Tensor& tensor);
 
 // A tensor for the elements that `meta` announces. Throws HeaderError if there
-// is no such type or no memory for it.
-at::Tensor allocate(const TensorMeta& meta);
+// is no such type, no memory for it, or it takes more than `most` bytes.
+at::Tensor allocate(const TensorMeta& meta, size_t most = SIZE_MAX);
 
 // Type, shape and differentiability of `tensor`.
 TensorMeta meta_of(const at::Tensor& tensor);

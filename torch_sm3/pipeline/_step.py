@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -250,7 +251,8 @@ class StepRun:
         ]
         if roots:
             # The casts of the forward are recorded; the backward makes no new ones.
-            with torch.autocast("cpu", enabled=False):
+            cast = torch.is_autocast_enabled("cpu")
+            with torch.autocast("cpu", enabled=False) if cast else nullcontext():
                 torch.autograd.backward(
                     [output for output, _ in roots], [g for _, g in roots]
                 )

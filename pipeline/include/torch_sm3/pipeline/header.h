@@ -41,6 +41,7 @@ enum class MessageClass : uint8_t {
 enum HeaderFlags : uint8_t {
   kEvaluation = 1, ///< sent by `eval`, not by `step`
   kAlarm = 2,      ///< control: the links are lost, with the reason
+  kTogether = 4,   ///< the rest and the payload are in the same transmission
 };
 
 /// Type, shape and differentiability of one tensor of a message.

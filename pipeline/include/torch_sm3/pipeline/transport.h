@@ -56,10 +56,13 @@ enum class Outcome : int64_t {
 
 /// Framed messages between the ranks of one process group.
 ///
-/// Every message is a header frame and then its tensors. Each directed link
-/// and class has a tag and a thread of its own, so messages move while the
-/// caller computes. No call blocks longer than it is told to, and none needs
-/// Python: a caller with signals to serve waits in slices.
+/// Every message is a header frame and then its tensors; a small payload
+/// travels in one transmission with the frame. Each directed link and class has
+/// a tag of its own, and a large payload moves while the caller computes. Waits
+/// end when the caller says, without Python, so a caller with signals to serve
+/// waits in slices. One caller at a time may use a link. The group must be able
+/// to end a wait, as Gloo is; with another a wait lasts until its message
+/// comes.
 ///
 /// Each rank listens for control messages of the hub, the hub for those of all.
 /// When a peer ends, falls silent or sends what was not asked for, the links
