@@ -77,13 +77,25 @@ def check_settings(path: Path, saved: dict[str, Any], asked: dict[str, Any]) -> 
 
 
 def finished(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the result of a finished run with these settings, or None."""
-    path = folder / RESULT
-    if not path.exists():
-        return None
-    result: dict[str, Any] = json.loads(path.read_text())
-    check_settings(path, result["settings"], settings)
-    return result
+    """Return the result of a finished run with these settings, or None.
+
+    Raises:
+        ValueError: if the folder holds a run, finished or not, with other settings.
+    """
+    result, checkpoint = folder / RESULT, folder / CHECKPOINT
+    if result.exists():
+        kept: dict[str, Any] = json.loads(result.read_text())
+        check_settings(result, kept["settings"], settings)
+        return kept
+    if checkpoint.exists():
+        check_settings(checkpoint, load(checkpoint)["settings"], settings)
+    return None
+
+
+def forget(folder: Path) -> None:
+    """Remove what an earlier run left, so that nobody resumes it by mistake."""
+    for name in (RESULT, CHECKPOINT):
+        (folder / name).unlink(missing_ok=True)
 
 
 def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:

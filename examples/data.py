@@ -269,6 +269,15 @@ class Batches:
 
 
 def held_out_windows(ids: Tensor, context: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return windows spread evenly over a text: the fixed batch of the validation."""
+    """Return windows spread evenly over a text: the fixed batch of the validation.
+
+    Raises:
+        ValueError: if not even one window fits.
+    """
     last = len(ids) - context - 1
+    if last < 0:
+        raise ValueError(
+            f"held_out_windows: expected more than {context} tokens, but got "
+            f"{len(ids)} (argument '--context')"
+        )
     return windows(ids, torch.linspace(0, last, rows).long(), context)

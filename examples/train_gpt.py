@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoints import finished, write_json
+from checkpoints import finished, write_atomically, write_json
 from console import Console
 from data import Corpus, load_corpus
 from gpt import BLOCKS
@@ -143,7 +143,8 @@ def shared_corpus(args: argparse.Namespace, console: Console) -> Corpus:
     if dist.get_rank() == 0:
         try:
             box[0] = load_corpus(args.corpus, console.line)
-            console.line(f"corpus: {box[0].describe()}")
+            if not args.one_of_two:
+                console.line(f"corpus: {box[0].describe()}")
         except ValueError as error:
             box[0] = error
     dist.broadcast_object_list(box)
@@ -157,6 +158,10 @@ def launch(args: argparse.Namespace) -> None:
     """Run the configurations one after the other, each in processes of its own."""
     console = Console(0)
     corpus = load_corpus(args.corpus, console.line)
+    console.line(f"corpus: {corpus.describe()}")
+    # The ranks read what was found here, and need not look for it again.
+    args.corpus = args.out / "corpus.txt"
+    write_atomically(args.corpus, corpus.text.encode())
     runs = {"main": args}
     if not args.no_baseline:
         runs["baseline"] = baseline_of(args)

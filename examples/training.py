@@ -114,13 +114,8 @@ class Run:
             checkpoints.save(self.path, {**own, **weights}, {}, written)
 
     def restore(self) -> None:
-        """Continue from the checkpoint, to the bit.
-
-        Raises:
-            ValueError: if it was written with other settings.
-        """
+        """Continue from the checkpoint, to the bit."""
         state = checkpoints.load(self.path)
-        checkpoints.check_settings(self.path, state["settings"], self.settings)
         own = {**state["shared"], **state["ranks"][dist.get_rank()]}
         self.model.load_state_dict(own["model"])
         self.optimizer.load_state_dict(own["optimizer"])
@@ -184,6 +179,8 @@ def train(args: argparse.Namespace, corpus: Corpus, console: Console) -> dict[st
     if args.resume and run.path.exists():
         run.restore()
         console.line(f"resumed at step {run.step} of {args.steps} from {run.path}")
+    elif dist.get_rank() == 0:
+        checkpoints.forget(run.path.parent)
     memory.reset_peak()
     validate_every = max(1, args.steps // VALIDATIONS)
     with (

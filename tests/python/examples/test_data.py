@@ -121,3 +121,5 @@ def test_held_out_tail_is_not_trained_on():
     assert torch.equal(torch.cat((train, held_out)), ids) and len(held_out) == 5
     tokens, targets = data.held_out_windows(ids, 8, 4)
     assert tokens[0, 0] == 0 and targets[-1, -1] in (98, 99)
+    with pytest.raises(ValueError, match="expected more than 99 tokens, but got 99"):
+        data.held_out_windows(ids[:99], 99, 1)

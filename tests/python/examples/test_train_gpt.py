@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import pytest
 import torch
 import train_gpt
@@ -86,8 +87,9 @@ def test_two_configurations_and_all_that_is_written(compared):
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     assert len(json.loads((out / "report.json").read_text())) == 2
     heading = "step     loss held-out       lr  tokens/s  peak MiB  state KiB"
-    for text in (heading, "optimizer state of a rank", "corpus: ", "sample:"):
+    for text in (heading, "optimizer state of a rank", "sample:"):
         assert text in printed
+    assert printed.count("corpus: ") == 1
 
 
 def test_a_finished_run_is_not_trained_again(compared, corpus):
@@ -159,6 +161,21 @@ def test_killed_and_resumed_ends_on_the_same_bits(compared, corpus, tmp_path):
     for ours, theirs in zip(resumed["log"], undisturbed["log"], strict=True):
         assert (ours["step"], ours["loss"]) == (theirs["step"], theirs["loss"])
     assert resumed["sample"] == undisturbed["sample"]
+
+
+def test_a_new_run_forgets_the_old_one(tmp_path):
+    (tmp_path / "result.json").write_text("{}")
+    (tmp_path / "checkpoint.pt").write_bytes(b"")
+    checkpoints.forget(tmp_path)
+    assert checkpoints.finished(tmp_path, {}) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unfinished_run_with_other_settings_is_refused(tmp_path):
+    torch.save({"settings": {"seed": 1}}, tmp_path / "checkpoint.pt")
+    assert checkpoints.finished(tmp_path, {"seed": 1}) is None
+    with pytest.raises(ValueError, match=r"expected seed = 1 as in .* but got 2"):
+        checkpoints.finished(tmp_path, {"seed": 2})
 
 
 def test_pipeline(corpus, tmp_path):
