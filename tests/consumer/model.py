@@ -18,21 +18,43 @@ import torch_sm3
 warnings.filterwarnings("ignore", message=r".*torch\.jit.*")
 
 
+class MLP(nn.Module):
+    """One residual function."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what is added to the other stream."""
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
 class Regression(nn.Module):
-    """Two layers and a mean squared error, with their data."""
+    """Reversible blocks and a mean squared error, with their data."""
 
     inputs: Tensor
     targets: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 4, width: int = 24) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 8))
-        self.inputs = torch.randn(32, 24)
+        self.fs = nn.ModuleList([MLP(width) for _ in range(depth)])
+        self.gs = nn.ModuleList([MLP(width) for _ in range(depth)])
+        self.head = nn.Linear(width, 8)
+        self.inputs = torch.randn(32, width)
         self.targets = torch.randn(32, 8)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss."""
-        return (self.layers(inputs) - targets).square().mean()
+        a, b = inputs, inputs
+        call = torch.ops.torch_sm3.reversible_begin([a, b], "")
+        for f, g in zip(self.fs, self.gs):  # noqa: B905  # TorchScript has no strict=
+            a = torch.ops.torch_sm3.reversible_half_residual(call, f, a, [b], [])
+            b = torch.ops.torch_sm3.reversible_half_residual(call, g, b, [a], [])
+        y = torch.ops.torch_sm3.reversible_end(call, [a, b])
+        return (self.head(y[0] + y[1]) - targets).square().mean()
 
 
 def train(model: torch.jit.ScriptModule, steps: int) -> list[float]:

@@ -24,6 +24,7 @@
 #endif
 
 #define TORCH_SM3_CUDA_ON_HOST 1
+// The names are CUDA's. NOLINTBEGIN(bugprone-reserved-identifier)
 #define __global__
 #define __device__
 #define __host__
@@ -34,7 +35,7 @@
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
-  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1)
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) noexcept
       : x(x), y(y), z(z) {}
 };
 
@@ -203,3 +204,4 @@ T atomicMax(T* address, T value) {
   }
   return old;
 }
+// NOLINTEND(bugprone-reserved-identifier)
