@@ -284,6 +284,7 @@ def test_backward_from_several_threads():
     assert_close(got, gradients(seq, *xs), 1e-11)
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
 def test_anomaly_mode():
     seq, x = couplings(2).double(), data()
     with torch.autograd.detect_anomaly(check_nan=True):

@@ -211,6 +211,7 @@ def test_empty_sequence_is_the_identity():
     assert ReversibleSequence()() == ()
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules:UserWarning")
 def test_complex_streams():
     seq = ReversibleSequence(AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4)))
     seq = seq.to(torch.complex128)

@@ -24,12 +24,17 @@ OPS = {
 }
 
 
+def random(scale, dtype):
+    wide = torch.cdouble if dtype.is_complex else torch.double
+    return (scale * torch.randn(37, 53, dtype=wide)).to(dtype)
+
+
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize(("acc_dtype", "value_dtype"), PAIRS, ids=str)
 def test_equals_a_cast_and_a_sum_bit_for_bit(name, acc_dtype, value_dtype):
     ours, theirs = OPS[name]
-    acc = (100 * torch.randn(37, 53, dtype=torch.cdouble)).to(acc_dtype)
-    value = torch.randn(37, 53, dtype=torch.cdouble).to(value_dtype)
+    acc = random(100, acc_dtype)
+    value = random(1, value_dtype)
     got = ours(acc, value)
     assert got.dtype == acc_dtype
     assert torch.equal(got, theirs(acc, value.to(acc_dtype)))
