@@ -84,18 +84,18 @@ ROWS: list[tuple[str, Callable[[Result], float], float, str]] = [
 def table(results: list[Result]) -> str:
     """Return the closing table: a row for each figure, a column for each result.
 
-    With two results a last column has the first by the second.
+    With more than one result a last column has the first by the last.
     """
     names = [name_of(result) for result in results]
     width = max(26, *(len(name) + 2 for name in names))
     lines = ["worst rank".ljust(40) + "".join(name.rjust(width) for name in names)]
-    if len(results) == 2:
-        lines[0] += "   ratio"
+    if len(results) > 1:
+        lines[0] += "   first : last"
     for label, figure, unit, form in ROWS:
         values = [figure(result) / unit for result in results]
         line = label.ljust(40) + "".join(f"{v:{form}}".rjust(width) for v in values)
-        if len(values) == 2 and values[1]:
-            line += f"{values[0] / values[1]:>8.3f}"
+        if len(values) > 1 and values[-1]:
+            line += f"{values[0] / values[-1]:>15.3f}"
         lines.append(line)
     parameters = results[0]["ranks"][0]["parameters"]
     lines.append(f"{parameters:,} parameters on rank 0; measured:")

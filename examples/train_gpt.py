@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small GPT on real text with all four parts of torch_sm3.
 
-``python examples/train_gpt.py`` starts two processes under torchrun, trains with
-SM3, reversible blocks and Adasum, then trains AdamW with plain blocks and the mean
-on the same data, and compares the two. ``torchrun --standalone --nproc-per-node=2
-examples/train_gpt.py`` runs one configuration. See docs/train_gpt.md.
+``python examples/train_gpt.py`` starts two processes under torchrun and trains with
+SM3, reversible blocks and Adasum; then the same cut into two pipeline stages; then
+AdamW with plain blocks and the mean, on the same data; and compares the three.
+``torchrun --standalone --nproc-per-node=2 examples/train_gpt.py`` runs one
+configuration. See docs/train_gpt.md.
 """
 
 from __future__ import annotations
@@ -67,9 +68,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, default=Path("runs/train_gpt"))
     p.add_argument("--resume", action="store_true", help="continue the run in --out")
     p.add_argument("--save-every", type=int, default=25, help="steps")
-    p.add_argument(
-        "--no-baseline", action="store_true", help="leave AdamW + plain blocks out"
-    )
+    p.add_argument("--alone", action="store_true", help="train this configuration only")
     p.add_argument("--one-of-two", action="store_true", help=argparse.SUPPRESS)
     return p
 
@@ -105,6 +104,12 @@ def baseline_of(args: argparse.Namespace) -> argparse.Namespace:
         "microbatches": None,
         "lr": DEFAULT_LR["adamw"],
     }
+    return argparse.Namespace(**{**vars(args), **changed})
+
+
+def pipeline_of(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the same run as two stages of one model instead of two replicas."""
+    changed = {"parallel": "pipeline", "combine": None, "microbatches": 4}
     return argparse.Namespace(**{**vars(args), **changed})
 
 
@@ -165,7 +170,9 @@ def launch(args: argparse.Namespace) -> None:
     args.corpus = args.out / "corpus.txt"
     write_atomically(args.corpus, corpus.text.encode())
     runs = {"main": args}
-    if not args.no_baseline:
+    if not args.alone:
+        if args.parallel == "ddp":
+            runs["pipeline"] = pipeline_of(args)
         runs["baseline"] = baseline_of(args)
     results = []
     for name, chosen in runs.items():

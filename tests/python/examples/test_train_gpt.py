@@ -67,25 +67,29 @@ def check(result: dict[str, Any], steps: int) -> None:
 
 @pytest.fixture(scope="module")
 def compared(corpus, tmp_path_factory) -> tuple[Path, str]:
-    """The default configuration and the baseline, undisturbed."""
+    """The default configuration, its pipeline and the baseline, undisturbed."""
     out = tmp_path_factory.mktemp("compared")
     return out, train(corpus, out, "--steps", 120, "--save-every", 5)
 
 
-def test_two_configurations_and_all_that_is_written(compared):
+def test_three_configurations_and_all_that_is_written(compared):
     out, printed = compared
     main, baseline = result_of(out), result_of(out, "baseline")
-    for result in (main, baseline):
+    pipeline = result_of(out, "pipeline")
+    for result in (main, pipeline, baseline):
         check(result, 120)
         assert result["sha256"] in printed
     same = set(main["settings"]) - {"optimizer", "blocks", "combine", "lr"}
     assert all(main["settings"][k] == baseline["settings"][k] for k in same)
     assert main["settings"]["combine"] == "adasum"
+    assert pipeline["settings"]["parallel"] == "pipeline"
+    stages = [rank["parameters"] for rank in pipeline["ranks"]]
+    assert sum(stages) == main["ranks"][0]["parameters"] and all(stages)
     assert main["ranks"][0]["parameters"] == baseline["ranks"][0]["parameters"]
     assert main["ranks"][0]["state_bytes"] < baseline["ranks"][0]["state_bytes"] / 5
     assert main["ranks"][0]["kept_bytes"] < baseline["ranks"][0]["kept_bytes"]
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert len(json.loads((out / "report.json").read_text())) == 2
+    assert len(json.loads((out / "report.json").read_text())) == 3
     heading = "step     loss held-out       lr  tokens/s  peak MiB  state KiB"
     for text in (heading, "optimizer state of a rank", "sample:"):
         assert text in printed
@@ -149,7 +153,7 @@ def kill_after_first_checkpoint(corpus: Path, out: Path, *flags: object) -> int:
 
 
 def test_killed_and_resumed_ends_on_the_same_bits(compared, corpus, tmp_path):
-    flags = ("--steps", 120, "--save-every", 5, "--no-baseline")
+    flags = ("--steps", 120, "--save-every", 5, "--alone")
     step = kill_after_first_checkpoint(corpus, tmp_path, *flags)
     assert 0 < step < 120
     assert not (tmp_path / "main" / "result.json").exists()
@@ -179,7 +183,7 @@ def test_an_unfinished_run_with_other_settings_is_refused(tmp_path):
 
 
 def test_pipeline(corpus, tmp_path):
-    flags = ("--parallel", "pipeline", "--microbatches", 2, "--no-baseline")
+    flags = ("--parallel", "pipeline", "--microbatches", 2, "--alone")
     printed = train(corpus, tmp_path, *flags, "--steps", 20)
     result = result_of(tmp_path)
     check(result, 20)
@@ -200,14 +204,14 @@ def test_pipeline(corpus, tmp_path):
     ],
 )
 def test_other_combinations(corpus, tmp_path, flags):
-    train(corpus, tmp_path, *flags.split(), "--steps", 20, "--no-baseline")
+    train(corpus, tmp_path, *flags.split(), "--steps", 20, "--alone")
     check(result_of(tmp_path), 20)
 
 
 @pytest.mark.slow
 def test_killed_pipeline_resumes_on_the_same_bits(corpus, tmp_path):
     flags = ("--parallel", "pipeline", "--steps", 120, "--save-every", 5)
-    flags += ("--no-baseline",)
+    flags += ("--alone",)
     train(corpus, tmp_path / "whole", *flags)
     killed = tmp_path / "killed"
     assert 0 < kill_after_first_checkpoint(corpus, killed, *flags) < 120
@@ -255,3 +259,5 @@ def test_command_line_gives_back_the_arguments(flags):
     baseline = train_gpt.baseline_of(args)
     assert train_gpt.parse(train_gpt.command_line(vars(baseline))) == baseline
     assert (baseline.optimizer, baseline.blocks) == ("adamw", "plain")
+    pipeline = train_gpt.pipeline_of(args)
+    assert train_gpt.parse(train_gpt.command_line(vars(pipeline))) == pipeline
