@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 import torch_sm3
 
@@ -72,7 +73,7 @@ def run(world: int, repeats: int) -> list[dict[str, Any]]:
         listener.bind(("127.0.0.1", 0))
         port = int(listener.getsockname()[1])
     answers = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(rank_main, (world, port, repeats, answers), nprocs=world)
+    spawn(rank_main, (world, port, repeats, answers), nprocs=world)
     rows = []
     for _ in SIZES_KIB:
         kib, times = answers.get()
