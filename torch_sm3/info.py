@@ -80,15 +80,16 @@ def classes() -> list[str]:
     """Return the TorchScript classes of the library."""
     import torch
 
+    named = []
+    # Methods name their class by `self`; a class without methods occurs in operators.
+    for method in torch._C._jit_get_custom_class_schemas():  # type: ignore[attr-defined]
+        named += method.arguments[:1]
+    for schema in torch._C._jit_get_all_schemas():
+        if schema.name.startswith("torch_sm3::"):
+            named += [*schema.arguments, *schema.returns]
     prefix = "__torch__.torch.classes.torch_sm3."
-    found = set()
-    # The schemas of the methods are all that torch tells; `self` names the class.
-    for schema in torch._C._jit_get_custom_class_schemas():  # type: ignore[attr-defined]
-        for argument in schema.arguments[:1]:
-            name = str(argument.type)
-            if name.startswith(prefix):
-                found.add(name.removeprefix(prefix))
-    return sorted(found)
+    names = {str(value.type) for value in named}
+    return sorted(n.removeprefix(prefix) for n in names if n.startswith(prefix))
 
 
 def _library_section(error: ImportError | None) -> Section:

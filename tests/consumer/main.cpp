@@ -36,7 +36,8 @@ void train(torch::jit::Module& model, int steps) {
       grads.push_back(param.grad().clone());
       param.mutable_grad().zero_();
     }
-    torch_sm3::sm3_update_(params, grads, accumulators, {}, counts, 0.1);
+    torch_sm3::sm3_update_(
+        params, grads, accumulators, {}, counts, /*lr=*/0.01);
   }
 }
 

@@ -59,7 +59,7 @@ class Regression(nn.Module):
 
 def train(model: torch.jit.ScriptModule, steps: int) -> list[float]:
     """Train with SM3 and return the losses."""
-    optimizer = torch_sm3.SM3(model.parameters(), lr=0.1)
+    optimizer = torch_sm3.SM3(model.parameters(), lr=0.01)
     losses = []
     for _ in range(steps):
         loss = model(model.inputs, model.targets)
