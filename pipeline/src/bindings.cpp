@@ -150,6 +150,7 @@ class PipelineTransport : public torch::CustomClassHolder {
   take(int64_t ticket) {
     Message message = transport_.take(ticket);
     std::vector<bool> requires_grad;
+    requires_grad.reserve(message.header.tensors.size());
     for (const TensorMeta& meta : message.header.tensors) {
       requires_grad.push_back(meta.requires_grad);
     }

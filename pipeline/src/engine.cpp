@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What callers of a Transport ask for; links.cpp holds the messages themselves.
+// The life of a Transport: links, waits and failures.
 #include <engine.h>
 #include <payload.h>
 
@@ -11,11 +11,6 @@ namespace {
 // How often waits are looked at. A caller with signals to serve waits in slices
 // of this order.
 constexpr std::chrono::milliseconds kTick{50};
-
-std::chrono::nanoseconds in_seconds(double value) {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-      std::chrono::duration<double>(std::min(value, 1e9)));
-}
 
 std::string action_name(bool sends, MessageClass link_class, const Header& h) {
   if (link_class == MessageClass::kControl) {
@@ -57,6 +52,12 @@ std::vector<int64_t> Transport::Engine::control_peers() const {
   return peers;
 }
 
+int Transport::Engine::tag(MessageClass link_class, int64_t from, int64_t to)
+    const {
+  return static_cast<int>(
+      (static_cast<int64_t>(link_class) * size_ + from) * size_ + to);
+}
+
 Transport::Engine::Outgoing&
 Transport::Engine::outgoing(int64_t peer, MessageClass link_class) {
   std::unique_ptr<Outgoing>& link = outgoing_[{peer, link_class}];
@@ -85,8 +86,6 @@ void Transport::Engine::begin(uint64_t step, bool evaluation) {
   step_ = step;
   flags_ = evaluation ? kEvaluation : 0;
 }
-
-// --- waiting -----------------------------------------------------------------
 
 // Ends the waits of callers that have lasted long enough.
 void Transport::Engine::watch() {
@@ -120,6 +119,15 @@ bool Transport::Engine::wait_for(Lock& lock, const Work& work, Time limit) {
   return done;
 }
 
+// Ends a wait. With Gloo what was posted stays and can be waited for again.
+void Transport::Engine::abort_wait(const Work& work) {
+  try {
+    work->abort();
+  } catch (const std::exception&) {
+    return; // a backend that cannot: the wait ends when the message comes
+  }
+}
+
 // When a call of `seconds` ends, or the wait as a whole that began with
 // `since`.
 Transport::Engine::Time
@@ -133,243 +141,6 @@ Transport::Engine::limit_of(std::optional<Time>* since, double seconds) const {
 bool Transport::Engine::overdue(const std::optional<Time>& since) const {
   return since && Clock::now() - *since >= in_seconds(options_.timeout);
 }
-
-// --- sending -----------------------------------------------------------------
-
-// Waits until at most `most` messages of a link are under way.
-bool Transport::Engine::make_room(
-    Lock& lock,
-    Outgoing& link,
-    size_t most,
-    Time limit) {
-  while (link.parcels.size() > most) {
-    std::deque<Work>& works = link.parcels.front().works;
-    if (works.empty()) {
-      link.parcels.pop_front();
-      continue;
-    }
-    const Work work = works.front();
-    if (!wait_for(lock, work, limit)) {
-      return false;
-    }
-    works.pop_front();
-  }
-  return true;
-}
-
-Outcome Transport::Engine::send(
-    int64_t peer,
-    MessageClass link_class,
-    Header header,
-    const std::vector<at::Tensor>& tensors,
-    double seconds) {
-  Lock lock(mutex_);
-  Outgoing& link = outgoing(peer, link_class);
-  header.step = step_;
-  header.flags = flags_;
-  bool posted = false;
-  try {
-    const auto most = static_cast<size_t>(options_.max_pending - 1);
-    const Time limit = limit_of(&link.full_since, seconds);
-    const bool room = !lost() && make_room(lock, link, most, limit);
-    if (lost() || stopping_) {
-      return Outcome::kLost;
-    }
-    if (!room && !overdue(link.full_since)) {
-      return Outcome::kPending;
-    }
-    if (room) {
-      link.full_since.reset();
-      lock.unlock();
-      post(link, header, tensors);
-      posted = true;
-    }
-  } catch (const c10::TypeError&) {
-    throw; // the caller's tensors, not the link
-  } catch (const HeaderError& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  } catch (const std::exception&) {
-    lock = Lock();
-    fail_with(lost_peer(peer), peer);
-    return Outcome::kLost;
-  }
-  if (posted) {
-    return Outcome::kDone;
-  }
-  lock.unlock();
-  fail_with(
-      {rank_,
-       header.source,
-       header.microbatch,
-       action_name(true, link_class, header),
-       "TimeoutError",
-       c10::str(
-           "rank ",
-           rank_,
-           " waited ",
-           options_.timeout,
-           " s for rank ",
-           peer,
-           " to receive")});
-  return Outcome::kLost;
-}
-
-bool Transport::Engine::flush(double seconds) {
-  const Time limit = Clock::now() + in_seconds(seconds);
-  bool all = true;
-  Lock lock(mutex_);
-  for (auto& entry : outgoing_) {
-    try {
-      all = make_room(lock, *entry.second, 0, limit) && all;
-    } catch (const std::exception&) {
-      entry.second->parcels.clear(); // that peer is gone
-    }
-  }
-  return all;
-}
-
-// --- receiving ---------------------------------------------------------------
-
-int64_t Transport::Engine::receive(
-    int64_t peer,
-    MessageClass link_class,
-    Header expected) {
-  Lock lock(mutex_);
-  const int64_t ticket = next_ticket_++;
-  auto receipt = std::make_shared<Receipt>();
-  expected.message_class = link_class;
-  expected.step = step_;
-  expected.flags = flags_;
-  receipt->peer = peer;
-  receipt->link_class = link_class;
-  receipt->expected = std::move(expected);
-  receipts_[ticket] = receipt;
-  if (lost() || stopping_) {
-    return ticket;
-  }
-  Incoming& link = incoming(peer, link_class);
-  link.asked.push_back(std::move(receipt));
-  try {
-    if (link_class == MessageClass::kControl) {
-      match(link);
-    } else if (link.asked.size() == 1) {
-      post_next(link);
-    }
-  } catch (const HeaderError& error) {
-    const std::string what = error.what();
-    lock.unlock();
-    fail_with(broken_protocol(link, what));
-  } catch (const std::exception&) {
-    lock.unlock();
-    fail_with(lost_peer(peer), peer);
-  }
-  return ticket;
-}
-
-// Begins to receive the first message that was asked for.
-void Transport::Engine::post_next(Incoming& link) {
-  if (link.asked.empty()) {
-    return;
-  }
-  Receipt& receipt = *link.asked.front();
-  receipt.frame = post_receive(link, link.buffer);
-  receipt.threaded = link.large;
-  if (receipt.threaded) {
-    link.wake.notify_one();
-  }
-}
-
-// Does what can be done for the first message of a link until `limit`.
-void Transport::Engine::progress(Lock& lock, Incoming& link, Time limit) {
-  const std::shared_ptr<Receipt> first = link.asked.front();
-  if (first->threaded || !first->frame) {
-    changed_.wait_until(lock, limit, [&] { return lost() || first->message; });
-    return;
-  }
-  if (!wait_for(lock, first->frame, limit) || lost() || stopping_) {
-    return;
-  }
-  if (open_frame(link, *first)) {
-    link.asked.pop_front();
-    post_next(link);
-    return;
-  }
-  // The payload is a transmission of its own; the next ones will be, too, and
-  // from now on they move while the caller computes.
-  link.large = true;
-  first->threaded = true;
-  if (!link.thread.joinable()) {
-    launch(link, &Engine::run_incoming);
-  }
-  link.wake.notify_one();
-}
-
-Outcome Transport::Engine::wait(int64_t ticket, double seconds) {
-  Lock lock(mutex_);
-  const auto found = receipts_.find(ticket);
-  TORCH_CHECK_VALUE(
-      found != receipts_.end(),
-      "PipelineTransport: expected a ticket of receive, but got ",
-      ticket,
-      " (argument 'ticket')");
-  const std::shared_ptr<Receipt> receipt = found->second;
-  Incoming& link = incoming(receipt->peer, receipt->link_class);
-  const Time limit = limit_of(&receipt->since, seconds);
-  try {
-    while (!receipt->message && !lost() && Clock::now() < limit) {
-      progress(lock, link, limit);
-    }
-  } catch (const HeaderError& error) {
-    const std::string what = error.what();
-    lock.unlock();
-    fail_with(broken_protocol(link, what));
-    return Outcome::kLost;
-  } catch (const std::exception&) {
-    lock.unlock();
-    fail_with(lost_peer(receipt->peer), receipt->peer);
-    return Outcome::kLost;
-  }
-  if (receipt->message) {
-    return Outcome::kDone;
-  }
-  if (lost()) {
-    return Outcome::kLost;
-  }
-  if (!overdue(receipt->since)) {
-    return Outcome::kPending;
-  }
-  lock.unlock();
-  fail_with(
-      {rank_,
-       receipt->expected.target,
-       receipt->expected.microbatch,
-       action_name(false, receipt->link_class, receipt->expected),
-       "TimeoutError",
-       c10::str(
-           "rank ",
-           rank_,
-           " waited ",
-           options_.timeout,
-           " s for rank ",
-           receipt->peer)});
-  return Outcome::kLost;
-}
-
-Message Transport::Engine::take(int64_t ticket) {
-  const Lock lock(mutex_);
-  const auto found = receipts_.find(ticket);
-  TORCH_CHECK_VALUE(
-      found != receipts_.end() && found->second->message,
-      "PipelineTransport: expected a ticket whose message has arrived, but "
-      "got ",
-      ticket,
-      " (argument 'ticket')");
-  Message message = std::move(*found->second->message);
-  receipts_.erase(found);
-  return message;
-}
-
-// --- the end -----------------------------------------------------------------
 
 std::string Transport::Engine::failure() const {
   const Lock lock(mutex_);
@@ -406,9 +177,90 @@ void Transport::Engine::fail(const std::string& structure, int64_t except) {
     try {
       post(*link, std::move(header), {});
     } catch (const std::exception&) {
-      // That peer is gone too; it needs no alarm.
+      continue; // that peer is gone too and needs no alarm
     }
   }
+}
+
+Failure Transport::Engine::lost_peer(int64_t peer) const {
+  const auto index = static_cast<size_t>(peer);
+  const int64_t stage =
+      index < options_.first_stage.size() ? options_.first_stage[index] : peer;
+  return {
+      peer,
+      stage,
+      0,
+      "",
+      "PeerLost",
+      c10::str("rank ", peer, " ended or left the pipeline")};
+}
+
+Failure Transport::Engine::timed_out(
+    bool sends,
+    MessageClass link_class,
+    const Header& header,
+    int64_t peer) const {
+  return {
+      rank_,
+      sends ? header.source : header.target,
+      header.microbatch,
+      action_name(sends, link_class, header),
+      "TimeoutError",
+      c10::str(
+          "rank ",
+          rank_,
+          " waited ",
+          options_.timeout,
+          " s for rank ",
+          peer,
+          sends ? " to receive" : "")};
+}
+
+Failure Transport::Engine::broken_protocol(
+    const Incoming& link,
+    const std::string& what) const {
+  const Lock lock(mutex_);
+  Failure failure{rank_, 0, 0, "", "ProtocolError", ""};
+  std::string expected = "a message";
+  if (!link.asked.empty()) {
+    const Header& header = link.asked.front()->expected;
+    failure.stage = header.target;
+    failure.microbatch = header.microbatch;
+    expected = describe(header);
+  }
+  failure.message = c10::str(
+      "rank ",
+      rank_,
+      " expected ",
+      expected,
+      ", but rank ",
+      link.peer,
+      " sent another message: ",
+      what);
+  return failure;
+}
+
+void Transport::Engine::stop(Incoming& link) {
+  if (!link.thread.joinable()) {
+    return;
+  }
+  // A wait that starts later sees stopping_; one that runs is aborted, again
+  // and again, because an abort may come a moment before its wait.
+  const Time give_up = Clock::now() + std::chrono::seconds(2);
+  bool finished = false;
+  while (!finished && Clock::now() < give_up) {
+    {
+      const Lock lock(mutex_);
+      finished = link.finished;
+      link.wake.notify_all();
+      if (link.current) {
+        abort_wait(link.current);
+      }
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(finished ? 0 : 1));
+  }
+  // Not every backend can end a wait; then the thread is left to end by itself.
+  finished ? link.thread.join() : link.thread.detach();
 }
 
 void Transport::Engine::close() {

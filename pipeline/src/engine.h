@@ -3,6 +3,7 @@
 
 #include <torch_sm3/pipeline/transport.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -14,6 +15,11 @@
 #include <utility>
 
 namespace torch_sm3::pipeline {
+
+inline std::chrono::nanoseconds in_seconds(double value) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+      std::chrono::duration<double>(std::min(value, 1e9)));
+}
 
 // The queues and threads behind a Transport.
 //
@@ -100,7 +106,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   static constexpr std::chrono::milliseconds kForever =
       std::chrono::hours(24 * 3650);
 
-  // engine.cpp: for callers. Those that take a lock hold mutex_ meanwhile.
+  // For callers. Those that take a lock hold mutex_ meanwhile.
   Outgoing& outgoing(int64_t peer, MessageClass link_class);
   Incoming& incoming(int64_t peer, MessageClass link_class);
   bool make_room(Lock& lock, Outgoing& link, size_t most, Time limit);
@@ -111,12 +117,17 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   Time limit_of(std::optional<Time>* since, double seconds) const;
   bool overdue(const std::optional<Time>& since) const;
   void fail_with(const Failure& failure, int64_t except = -1);
+  Failure timed_out(
+      bool sends,
+      MessageClass link_class,
+      const Header& header,
+      int64_t peer) const;
   std::vector<int64_t> control_peers() const;
   bool lost() const {
     return !failure_.empty();
   }
 
-  // links.cpp: messages, by callers and threads.
+  // Messages on the wire, by callers and threads.
   void
   post(Outgoing& link, Header header, const std::vector<at::Tensor>& tensors);
   Work post_receive(Incoming& link, const at::Tensor& bytes);

@@ -174,7 +174,7 @@ std::vector<uint8_t> encode(const Header& header) {
           "header: expected at most 64 dimensions, but got " +
           std::to_string(meta.sizes.size()));
     }
-    body.put(meta.dtype);
+    body.put(static_cast<uint8_t>(meta.dtype));
     body.put<uint8_t>(meta.requires_grad ? 1 : 0);
     body.put(static_cast<uint8_t>(meta.sizes.size()));
     for (const int64_t size : meta.sizes) {

@@ -177,19 +177,20 @@ parse_row(const Schedule& schedule, uint32_t rank, const Words& cells) {
   std::vector<Action> row;
   row.reserve(cells.size());
   for (const std::string_view cell : cells) {
-    const std::optional<Action> action = parse_action(cell);
-    const std::string expected =
-        action
-            ? misfit(schedule, rank, *action)
-            : "an action <stage><op><microbatch> with op F, B, SEND_F, RECV_F, "
-              "SEND_B or RECV_B";
-    if (!expected.empty()) {
-      throw ScheduleError(
-          "Schedule: expected " + expected + ", but got '" + std::string(cell) +
-          "' in row " + std::to_string(rank) + ", column " +
-          std::to_string(row.size()) + " (argument 'text')");
+    std::string expected =
+        "an action <stage><op><microbatch> with op F, B, SEND_F, RECV_F, "
+        "SEND_B or RECV_B";
+    if (const std::optional<Action> action = parse_action(cell)) {
+      expected = misfit(schedule, rank, *action);
+      if (expected.empty()) {
+        row.push_back(*action);
+        continue;
+      }
     }
-    row.push_back(*action);
+    throw ScheduleError(
+        "Schedule: expected " + expected + ", but got '" + std::string(cell) +
+        "' in row " + std::to_string(rank) + ", column " +
+        std::to_string(row.size()) + " (argument 'text')");
   }
   return row;
 }

@@ -62,6 +62,52 @@ TensorMeta meta_of(const at::Tensor& tensor) {
       tensor.sizes().vec()};
 }
 
+size_t payload_size(const at::Tensor& tensor) {
+  return tensor.numel() == 0 ? 0 : tensor.nbytes();
+}
+
+size_t payload_size(const std::vector<at::Tensor>& tensors) {
+  size_t sum = 0;
+  for (const at::Tensor& tensor : tensors) {
+    sum += payload_size(tensor);
+  }
+  return sum;
+}
+
+void check(const Header& expected, const Header& header) {
+  const bool same =
+      (header.message_class == expected.message_class ||
+       header.message_class == MessageClass::kPoison) &&
+      (header.flags & kEvaluation) == (expected.flags & kEvaluation) &&
+      header.step == expected.step && header.epoch == expected.epoch &&
+      header.microbatch == expected.microbatch &&
+      header.source == expected.source && header.target == expected.target;
+  if (!same) {
+    throw HeaderError(describe(header));
+  }
+}
+
+Message unpack(const at::Tensor& buffer) {
+  const auto* data = buffer.const_data_ptr<uint8_t>();
+  const size_t rest = second_frame_bytes(data);
+  if (rest > kSmallPayload) {
+    throw HeaderError("header: expected a small message");
+  }
+  const uint8_t* payload = data + kFrameBytes + rest;
+  const uint8_t* end = data + buffer.numel();
+  Message message{decode({data, payload}), {}};
+  for (const TensorMeta& meta : message.header.tensors) {
+    message.tensors.push_back(
+        allocate(meta, static_cast<size_t>(end - payload)));
+    const at::Tensor& tensor = message.tensors.back();
+    if (const size_t size = payload_size(tensor)) {
+      std::memcpy(tensor.mutable_data_ptr(), payload, size);
+      payload += size;
+    }
+  }
+  return message;
+}
+
 at::Tensor empty_bytes(size_t size) {
   return at::empty({static_cast<int64_t>(size)}, at::TensorOptions(at::kByte));
 }

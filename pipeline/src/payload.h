@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <torch_sm3/pipeline/header.h>
-
-#include <ATen/core/Tensor.h>
+#include <torch_sm3/pipeline/transport.h>
 
 #include <cstdint>
 #include <vector>
@@ -24,6 +22,18 @@ at::Tensor allocate(const TensorMeta& meta, size_t most = SIZE_MAX);
 
 // Type, shape and differentiability of `tensor`.
 TensorMeta meta_of(const at::Tensor& tensor);
+
+// Bytes of the elements.
+size_t payload_size(const at::Tensor& tensor);
+size_t payload_size(const std::vector<at::Tensor>& tensors);
+
+// Throws HeaderError with the words of `header` unless it is the one expected,
+// or poison in its place.
+void check(const Header& expected, const Header& header);
+
+// Reads a message that lies in one piece in `buffer`, after a frame that
+// `decode_fixed` accepts.
+Message unpack(const at::Tensor& buffer);
 
 // A flat uint8 tensor.
 at::Tensor empty_bytes(size_t size);

@@ -24,14 +24,15 @@ def new_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGr
 
     Args:
         group: the ranks, all of them if None.
-        timeout: longest wait for the others to join, in seconds.
+        timeout: longest wait for a message, in seconds.
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     # The ranks of a part of the world need not know of the other parts.
     local = len(ranks) < dist.get_world_size()
     opened = dist.new_group(
         ranks,
-        timeout=timedelta(seconds=timeout),
+        # Ranks may come to a constructor minutes apart, as messages may not.
+        timeout=timedelta(seconds=max(timeout, 300.0)),
         backend="gloo",
         use_local_synchronization=local,
     )

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.processes import run_ranks
+from helpers.scenarios import Scenarios
 from reference.pipeline_models import (
     loss_fn,
     make_batch,
@@ -30,6 +32,9 @@ from torch_sm3.pipeline import (
     Stage,
     plan,
 )
+
+two_ranks = Scenarios(2)
+three_ranks = Scenarios(3)
 
 FIELDS = ("rank", "stage", "microbatch", "action", "error_type", "message")
 
@@ -99,6 +104,8 @@ def next_step_is_undisturbed(armed: Armed, runner: PipelineRunner, rank: int) ->
 # --- a rank that raises ------------------------------------------------------
 
 
+@two_ranks
+@three_ranks
 def raise_everywhere(rank: int, ranks: int) -> list[Any]:
     tokens, target = make_batch(8)
     armed, runner = make_runner(rank, ranks)
@@ -122,9 +129,10 @@ def raise_everywhere(rank: int, ranks: int) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_raise_at_every_action_reaches_all_ranks(ranks: int) -> None:
-    answers = run_ranks(ranks, raise_everywhere, timeout=120)
+@pytest.mark.parametrize("scenarios", [two_ranks, three_ranks])
+def test_raise_at_every_action_reaches_all_ranks(scenarios: Scenarios) -> None:
+    ranks = scenarios.ranks
+    answers = scenarios.answers(raise_everywhere)
     wanted = [
         (origin, origin, i, f"{origin}{op}{i}", "ArithmeticError", "boom")
         for origin in range(ranks)
@@ -134,6 +142,7 @@ def test_raise_at_every_action_reaches_all_ranks(ranks: int) -> None:
     assert answers == [wanted] * ranks
 
 
+@two_ranks
 def raise_in_loss(rank: int, ranks: int) -> Any:
     tokens, target = make_batch(8)
     calls = []
@@ -151,14 +160,16 @@ def raise_in_loss(rank: int, ranks: int) -> Any:
     del calls[:]
     again = caught(PipelineError, runner.step, tokens, target=target)
     assert all(p.grad is None for p in armed.parameters())
+    runner.close()
     return fields(error), "gradients of earlier steps" in str(again)
 
 
 def test_raise_in_the_loss() -> None:
     wanted = (1, 1, 2, "1F2", "KeyError", "'no such loss'")
-    assert run_ranks(2, raise_in_loss) == [(wanted, True)] * 2
+    assert two_ranks.answers(raise_in_loss) == [(wanted, True)] * 2
 
 
+@three_ranks
 def raise_twice(rank: int, ranks: int) -> Any:
     tokens, target = make_batch(8)
     armed, runner = make_runner(rank, ranks)
@@ -167,11 +178,12 @@ def raise_twice(rank: int, ranks: int) -> Any:
         armed.arm("F", 3 if rank == 0 else 0, lambda: boom(f"on rank {rank}"))
     error = caught(PipelineError, runner.step, tokens, target=target)
     assert next_step_is_undisturbed(armed, runner, rank)
+    runner.close()
     return fields(error), error.others
 
 
 def test_several_failures_are_reported_alike() -> None:
-    answers = run_ranks(3, raise_twice)
+    answers = three_ranks.answers(raise_twice)
     assert answers[0] == answers[1] == answers[2]
     failure, others = answers[0]
     assert failure in [
@@ -182,6 +194,7 @@ def test_several_failures_are_reported_alike() -> None:
     assert len(others) == (1 if failure[0] == 0 else 0)
 
 
+@two_ranks
 def wrong_arguments(rank: int, ranks: int) -> list[str]:
     tokens, target = make_batch(8)
     armed, runner = make_runner(rank, ranks)
@@ -202,11 +215,12 @@ def wrong_arguments(rank: int, ranks: int) -> list[str]:
     armed.zero_grad()
     result = runner.step(*[tokens] * (rank == 0), target=target if rank else None)
     assert result.loss is not None
+    runner.close()
     return texts
 
 
 def test_wrong_arguments_are_one_error_on_all_ranks() -> None:
-    first, second = run_ranks(2, wrong_arguments)
+    first, second = two_ranks.answers(wrong_arguments)
     assert first == second
     assert first[0] == (
         "step: expected a batch of at least 4 samples, one for each microbatch, but "
@@ -218,6 +232,7 @@ def test_wrong_arguments_are_one_error_on_all_ranks() -> None:
     assert "torch.no_grad()" in first[4]
 
 
+@two_ranks
 def untravelling(rank: int, ranks: int) -> str:
     tokens, target = make_batch(8)
     armed, runner = make_runner(rank, ranks)
@@ -225,11 +240,12 @@ def untravelling(rank: int, ranks: int) -> str:
         armed.module.forward = lambda tokens: {"a": [torch.zeros(2), {1, 2}]}
     error = caught(PipelineError, runner.step, tokens, target=target)
     assert error.error_type == "TypeError" and error.action == "0F0"
+    runner.close()
     return error.message
 
 
 def test_output_that_cannot_travel_is_named() -> None:
-    first, second = run_ranks(2, untravelling)
+    first, second = two_ranks.answers(untravelling)
     assert first == second
     assert "expected stage 0 to return" in first
     assert first.endswith("but got set at output['a'][1]")
@@ -238,6 +254,7 @@ def test_output_that_cannot_travel_is_named() -> None:
 # --- Ctrl-C ------------------------------------------------------------------
 
 
+@two_ranks
 def interrupt(rank: int, ranks: int) -> Any:
     tokens, target = make_batch(8)
     armed, runner = make_runner(rank, ranks)
@@ -256,7 +273,7 @@ def interrupt(rank: int, ranks: int) -> Any:
             moments[0] = time.monotonic()
             raise KeyboardInterrupt
 
-        signal.signal(signal.SIGINT, handler)
+        before = signal.signal(signal.SIGINT, handler)
 
         def press() -> None:
             # This thread runs while the other one waits for rank 1.
@@ -268,13 +285,15 @@ def interrupt(rank: int, ranks: int) -> Any:
         threading.Thread(target=press).start()
     error = caught(PipelineError, runner.step, tokens, target=target)
     if rank == 0:
+        signal.signal(signal.SIGINT, before)
         assert isinstance(error.__cause__, KeyboardInterrupt) and ticks[0] == 20
     assert next_step_is_undisturbed(armed, runner, rank)
+    runner.close()
     return moments[0], error.rank, error.error_type
 
 
 def test_ctrl_c_is_served_while_a_message_is_awaited() -> None:
-    (pressed, *origin), (woke, *other) = run_ranks(2, interrupt)
+    (pressed, *origin), (woke, *other) = two_ranks.answers(interrupt)
     assert origin == other == [0, "KeyboardInterrupt"]
     assert pressed < woke
 
@@ -317,12 +336,18 @@ def fall_silent(rank: int, ranks: int, silent: int) -> Any:
         armed.arm("F", 2, lambda: time.sleep(8))
     error = caught(PipelineError, runner.step, tokens, target=target)
     runner.close()
+    dist.barrier()
     return error.error_type, error.rank, error.action, error.message
+
+
+@two_ranks
+def fall_silent_in_turn(rank: int, ranks: int) -> list[Any]:
+    return [fall_silent(rank, ranks, silent) for silent in (0, 1)]
 
 
 @pytest.mark.parametrize("silent", [0, 1])
 def test_silence_ends_after_the_timeout_on_all_ranks(silent: int) -> None:
-    first, second = run_ranks(2, fall_silent, silent)
+    first, second = (a[silent] for a in two_ranks.answers(fall_silent_in_turn))
     waiting = 1 - silent
     action = "1RECV_F2" if silent == 0 else "0RECV_B"
     assert first == second
@@ -333,6 +358,7 @@ def test_silence_ends_after_the_timeout_on_all_ranks(silent: int) -> None:
 # --- a rank that does something else -----------------------------------------
 
 
+@two_ranks
 def disagree(rank: int, ranks: int) -> Any:
     tokens, target = make_batch(8)
     _, runner = make_runner(rank, ranks)
@@ -343,7 +369,7 @@ def disagree(rank: int, ranks: int) -> Any:
 
 
 def test_step_against_eval_is_a_protocol_error_on_both_sides() -> None:
-    first, second = run_ranks(2, disagree)
+    first, second = two_ranks.answers(disagree)
     assert first == second
     assert first[4] == "ProtocolError"
     assert first[5] == (
@@ -394,12 +420,13 @@ CASES = {
 }
 
 
+@two_ranks
 def construct_all(rank: int, ranks: int) -> dict[str, tuple[str, str]]:
     return {case: construct(rank, ranks, case) for case in CASES}
 
 
 def test_construction_fails_alike_on_all_ranks() -> None:
-    first, second = run_ranks(2, construct_all)
+    first, second = two_ranks.answers(construct_all)
     assert first == second
     for case, pattern in CASES.items():
         kind, text = first[case]

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import run_ranks
+from helpers.scenarios import Scenarios
 from reference.pipeline_models import loss_fn, make_batch, make_stages, single_process
 from torch import nn
 from torch.nn import functional
 
 from torch_sm3.pipeline import PipelineError, PipelineRunner, Schedule, Stage, plan
+
+two_ranks, three_ranks, four_ranks = Scenarios(2), Scenarios(3), Scenarios(4)
 
 
 def equal(module: nn.Module, reference: nn.Module) -> bool:
@@ -28,6 +30,7 @@ def equal(module: nn.Module, reference: nn.Module) -> bool:
     )
 
 
+@four_ranks
 def one_microbatch(rank: int, ranks: int) -> bool:
     tokens, target = make_batch(4)
     mine, whole = make_stages(ranks), make_stages(ranks)
@@ -47,9 +50,10 @@ def one_microbatch(rank: int, ranks: int) -> bool:
 
 
 def test_pipeline_row_1_and_2_fewer_microbatches_than_ranks() -> None:
-    assert run_ranks(4, one_microbatch, timeout=180) == [True] * 4
+    assert four_ranks.answers(one_microbatch) == [True] * 4
 
 
+@two_ranks
 def ragged(rank: int, ranks: int) -> Any:
     tokens, target = make_batch(8)
     mine, whole = make_stages(ranks), make_stages(ranks)
@@ -71,7 +75,7 @@ def ragged(rank: int, ranks: int) -> Any:
 
 
 def test_pipeline_row_3_batch_of_8_in_3_microbatches() -> None:
-    assert run_ranks(2, ragged) == [(True, []), (True, [3, 3, 2])]
+    assert two_ranks.answers(ragged) == [(True, []), (True, [3, 3, 2])]
 
 
 class Sometimes(nn.Module):
@@ -96,6 +100,7 @@ class EvenOnly(nn.Module):
         return self.out(a + b if self.calls % 2 == 0 else a)
 
 
+@two_ranks
 def absent_gradients(rank: int, ranks: int) -> Any:
     torch.manual_seed(1)
     mine = [Sometimes(), EvenOnly()]
@@ -125,7 +130,7 @@ def absent_gradients(rank: int, ranks: int) -> Any:
 
 
 def test_pipeline_row_5_absent_gradients_stay_absent() -> None:
-    assert run_ranks(2, absent_gradients) == [(True, True)] * 2
+    assert two_ranks.answers(absent_gradients) == [(True, True)] * 2
 
 
 class Mixed(nn.Module):
@@ -145,6 +150,7 @@ class Checks(nn.Module):
         return value["x"]
 
 
+@two_ranks
 def mixed_values(rank: int, ranks: int) -> None:
     stage = Stage([Mixed(), Checks()][rank], rank)
     runner = PipelineRunner([stage], plan("1f1b", 2, 2), loss_fn=functional.mse_loss)
@@ -153,9 +159,10 @@ def mixed_values(rank: int, ranks: int) -> None:
 
 
 def test_pipeline_row_6_values_that_are_no_tensors_arrive_equal() -> None:
-    run_ranks(2, mixed_values)
+    two_ranks.answers(mixed_values)
 
 
+@four_ranks
 def twenty_steps(rank: int, ranks: int) -> bool:
     tokens, target = make_batch(8)
     mine, whole = make_stages(ranks), make_stages(ranks)
@@ -174,14 +181,15 @@ def twenty_steps(rank: int, ranks: int) -> bool:
             ]:
                 parameter -= 0.05 * parameter.grad
                 parameter.grad = None
-    # The process ends here with an open runner; that must not hang.
+    runner.close()
     return True
 
 
 def test_pipeline_row_8_and_25_twenty_steps_of_four_ranks() -> None:
-    assert run_ranks(4, twenty_steps, timeout=180) == [True] * 4
+    assert four_ranks.answers(twenty_steps) == [True] * 4
 
 
+@two_ranks
 def eval_step_eval(rank: int, ranks: int) -> bool:
     tokens, target = make_batch(8)
     mine = make_stages(ranks)[rank]
@@ -205,7 +213,7 @@ def eval_step_eval(rank: int, ranks: int) -> bool:
 
 
 def test_pipeline_row_12_eval_leaves_no_trace() -> None:
-    assert run_ranks(2, eval_step_eval) == [True] * 2
+    assert two_ranks.answers(eval_step_eval) == [True] * 2
 
 
 INTERLEAVED = """
@@ -215,6 +223,7 @@ rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
 """
 
 
+@two_ranks
 def two_links_to_one_peer(rank: int, ranks: int) -> bool:
     tokens, target = make_batch(8)
     mine, whole = make_stages(4), make_stages(4)
@@ -234,7 +243,7 @@ def two_links_to_one_peer(rank: int, ranks: int) -> bool:
 
 
 def test_pipeline_row_17_two_chunks_on_each_of_two_ranks() -> None:
-    assert run_ranks(2, two_links_to_one_peer) == [True] * 2
+    assert two_ranks.answers(two_links_to_one_peer) == [True] * 2
 
 
 class ViewOut(nn.Module):
@@ -254,6 +263,7 @@ class ViewIn(nn.Module):
         return (a * b.t()).sum(1) + both.mean(1) + x.sum(1)
 
 
+@two_ranks
 def views(rank: int, ranks: int) -> bool:
     torch.manual_seed(2)
     mine = [ViewOut(), ViewIn()]
@@ -276,9 +286,10 @@ def views(rank: int, ranks: int) -> bool:
 
 
 def test_pipeline_row_20_outputs_that_are_views() -> None:
-    assert run_ranks(2, views) == [True] * 2
+    assert two_ranks.answers(views) == [True] * 2
 
 
+@three_ranks
 def stage_1_raises(rank: int, ranks: int) -> Any:
     class Raises(nn.Module):
         def __init__(self) -> None:
@@ -304,9 +315,10 @@ def stage_1_raises(rank: int, ranks: int) -> Any:
 
 def test_pipeline_row_28_stage_1_raises_at_microbatch_2() -> None:
     text = "pipeline: rank 1 at 1F2: LookupError: third"
-    assert run_ranks(3, stage_1_raises) == [(1, 2, text)] * 3
+    assert three_ranks.answers(stage_1_raises) == [(1, 2, text)] * 3
 
 
+@four_ranks
 def loss_everywhere(rank: int, ranks: int) -> tuple[float, list[float]]:
     tokens, target = make_batch(8)
     # Two pipelines side by side: each runner has the ranks of its own group.
@@ -325,6 +337,6 @@ def loss_everywhere(rank: int, ranks: int) -> tuple[float, list[float]]:
 
 
 def test_pipeline_row_29_the_loss_is_on_every_rank_of_its_group() -> None:
-    a, b, c, d = run_ranks(4, loss_everywhere, timeout=180)
+    a, b, c, d = four_ranks.answers(loss_everywhere)
     assert a == b and c == d and a != c
     assert a[0] == pytest.approx(sum(a[1]) / 4)

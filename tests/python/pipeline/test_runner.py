@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.processes import run_ranks
+from helpers.scenarios import Scenarios
 from reference.pipeline_models import (
     loss_fn,
     make_batch,
@@ -27,9 +28,14 @@ from torch_sm3.pipeline import (
     plan,
 )
 
+one_rank, two_ranks, three_ranks = Scenarios(1), Scenarios(2), Scenarios(3)
+
 MICROBATCHES = (1, 2, 3, 5, 8)
 
 
+@one_rank
+@two_ranks
+@three_ranks
 def check_all_kinds(rank: int, ranks: int) -> list[str]:
     """Compare all kinds and sizes with one process; return what differs."""
     wrong = []
@@ -73,11 +79,14 @@ def equal_gradients(got: nn.Module, expected: nn.Module) -> dict[str, bool]:
     }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_gradients_and_losses_have_the_bits_of_one_process(ranks: int) -> None:
-    assert run_ranks(ranks, check_all_kinds, timeout=150) == [[]] * ranks
+@pytest.mark.parametrize("scenarios", [one_rank, two_ranks, three_ranks])
+def test_gradients_and_losses_have_the_bits_of_one_process(
+    scenarios: Scenarios,
+) -> None:
+    assert scenarios.answers(check_all_kinds) == [[]] * scenarios.ranks
 
 
+@two_ranks
 def check_autocast(rank: int, ranks: int) -> bool:
     tokens, target = make_batch(8)
     parts, whole = make_stages(ranks), make_stages(ranks)
@@ -102,7 +111,7 @@ def check_autocast(rank: int, ranks: int) -> bool:
 
 
 def test_autocast_of_the_caller_covers_the_forwards_only() -> None:
-    assert run_ranks(2, check_autocast) == [True] * 2
+    assert two_ranks.answers(check_autocast) == [True] * 2
 
 
 def open_and_close(rank: int, ranks: int) -> int:

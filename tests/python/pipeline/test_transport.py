@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import run_ranks
+from helpers.scenarios import Scenarios
 
 from torch_sm3.pipeline._faults import Failure, LinksLostError, PoisonedError
 from torch_sm3.pipeline._links import ACTIVATION, GRADIENT, Links, new_group
+
+two_ranks = Scenarios(2)
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
@@ -56,6 +58,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*flat)
 
 
+@two_ranks
 def exchange(rank: int, ranks: int) -> Any:
     links = open_links()
     sent = payload()
@@ -88,10 +91,11 @@ def exchange(rank: int, ranks: int) -> Any:
 
 
 def test_all_dtypes_and_shapes_arrive() -> None:
-    for answer in run_ranks(2, exchange):
+    for answer in two_ranks.answers(exchange):
         assert all(answer), answer
 
 
+@two_ranks
 def bound(rank: int, ranks: int) -> Any:
     links = open_links(max_pending=2)
     big = [torch.zeros(1 << 16)]
@@ -129,7 +133,7 @@ def bound(rank: int, ranks: int) -> Any:
 
 
 def test_sends_under_way_are_bounded_and_do_not_hold_the_interpreter() -> None:
-    run_ranks(2, bound)
+    two_ranks.answers(bound)
 
 
 def mismatch(rank: int, ranks: int, what: str) -> str:
@@ -160,9 +164,17 @@ def mismatch(rank: int, ranks: int, what: str) -> str:
     return failure.message
 
 
-@pytest.mark.parametrize("what", ["step", "stage", "microbatch", "eval"])
+MISMATCHES = ("step", "stage", "microbatch", "eval")
+
+
+@two_ranks
+def mismatches(rank: int, ranks: int) -> dict[str, str]:
+    return {what: mismatch(rank, ranks, what) for what in MISMATCHES}
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
 def test_another_header_names_both_sides_on_both_ranks(what: str) -> None:
-    first, second = run_ranks(2, mismatch, what)
+    first, second = (answer[what] for answer in two_ranks.answers(mismatches))
     assert first == second
     assert first.startswith(
         "rank 1 expected activation of microbatch 3 from stage 0 to stage 1 in step 1, "
@@ -177,6 +189,7 @@ def test_another_header_names_both_sides_on_both_ranks(what: str) -> None:
     assert first.endswith(told[what])
 
 
+@two_ranks
 def garbage(rank: int, ranks: int) -> str:
     group = new_group(None, 20.0)
     if rank == 0:
@@ -196,11 +209,12 @@ def garbage(rank: int, ranks: int) -> str:
 
 
 def test_bytes_that_are_no_header_are_refused() -> None:
-    message = run_ranks(2, garbage)[1]
+    message = two_ranks.answers(garbage)[1]
     assert "expected a frame of torch_sm3, but got other bytes" in message
     assert message.startswith("rank 1 expected activation") and "rank 0 sent" in message
 
 
+@two_ranks
 def poison(rank: int, ranks: int) -> Any:
     links = open_links()
     failure = Failure(0, 0, 5, "0F5", "ValueError", "lang: " + "ä" * 2000)
@@ -217,10 +231,11 @@ def poison(rank: int, ranks: int) -> Any:
 
 
 def test_poison_takes_the_place_of_one_message() -> None:
-    first, second = run_ranks(2, poison)
+    first, second = two_ranks.answers(poison)
     assert first == second
 
 
+@two_ranks
 def wrong_calls(rank: int, ranks: int) -> None:
     links = open_links()
     native = links._native
@@ -240,4 +255,4 @@ def wrong_calls(rank: int, ranks: int) -> None:
 
 
 def test_wrong_calls_are_refused() -> None:
-    run_ranks(2, wrong_calls)
+    two_ranks.answers(wrong_calls)

@@ -6,4 +6,6 @@
 
 #include <torch_sm3/distributed.h>
 #include <torch_sm3/library.h>
+#include <torch_sm3/pipeline/planner.h>
+#include <torch_sm3/pipeline/transport.h>
 #include <torch_sm3/sm3.h>

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// Messages that a caller receives.
+#include <engine.h>
+#include <payload.h>
+
+namespace torch_sm3::pipeline {
+int64_t Transport::Engine::receive(
+    int64_t peer,
+    MessageClass link_class,
+    Header expected) {
+  Lock lock(mutex_);
+  const int64_t ticket = next_ticket_++;
+  auto receipt = std::make_shared<Receipt>();
+  expected.message_class = link_class;
+  expected.step = step_;
+  expected.flags = flags_;
+  receipt->peer = peer;
+  receipt->link_class = link_class;
+  receipt->expected = std::move(expected);
+  receipts_[ticket] = receipt;
+  if (lost() || stopping_) {
+    return ticket;
+  }
+  Incoming& link = incoming(peer, link_class);
+  link.asked.push_back(std::move(receipt));
+  try {
+    if (link_class == MessageClass::kControl) {
+      match(link);
+    } else if (link.asked.size() == 1) {
+      post_next(link);
+    }
+  } catch (const HeaderError& error) {
+    const std::string what = error.what();
+    lock.unlock();
+    fail_with(broken_protocol(link, what));
+  } catch (const std::exception&) {
+    lock.unlock();
+    fail_with(lost_peer(peer), peer);
+  }
+  return ticket;
+}
+
+// Begins to receive the first message that was asked for.
+void Transport::Engine::post_next(Incoming& link) {
+  if (link.asked.empty()) {
+    return;
+  }
+  Receipt& receipt = *link.asked.front();
+  receipt.frame = post_receive(link, link.buffer);
+  receipt.threaded = link.large;
+  if (receipt.threaded) {
+    link.wake.notify_one();
+  }
+}
+
+// Does what can be done for the first message of a link until `limit`.
+void Transport::Engine::progress(Lock& lock, Incoming& link, Time limit) {
+  const std::shared_ptr<Receipt> first = link.asked.front();
+  if (first->threaded || !first->frame) {
+    changed_.wait_until(lock, limit, [&] { return lost() || first->message; });
+    return;
+  }
+  if (!wait_for(lock, first->frame, limit) || lost() || stopping_) {
+    return;
+  }
+  if (open_frame(link, *first)) {
+    link.asked.pop_front();
+    post_next(link);
+    return;
+  }
+  // The payload is a transmission of its own; the next ones will be, too, and
+  // from now on they move while the caller computes.
+  link.large = true;
+  first->threaded = true;
+  if (!link.thread.joinable()) {
+    launch(link, &Engine::run_incoming);
+  }
+  link.wake.notify_one();
+}
+
+Outcome Transport::Engine::wait(int64_t ticket, double seconds) {
+  Lock lock(mutex_);
+  const auto found = receipts_.find(ticket);
+  TORCH_CHECK_VALUE(
+      found != receipts_.end(),
+      "PipelineTransport: expected a ticket of receive, but got ",
+      ticket,
+      " (argument 'ticket')");
+  const std::shared_ptr<Receipt> receipt = found->second;
+  Incoming& link = incoming(receipt->peer, receipt->link_class);
+  const Time limit = limit_of(&receipt->since, seconds);
+  try {
+    while (!receipt->message && !lost() && Clock::now() < limit) {
+      progress(lock, link, limit);
+    }
+  } catch (const HeaderError& error) {
+    const std::string what = error.what();
+    lock.unlock();
+    fail_with(broken_protocol(link, what));
+    return Outcome::kLost;
+  } catch (const std::exception&) {
+    lock.unlock();
+    fail_with(lost_peer(receipt->peer), receipt->peer);
+    return Outcome::kLost;
+  }
+  if (receipt->message) {
+    return Outcome::kDone;
+  }
+  if (lost()) {
+    return Outcome::kLost;
+  }
+  if (!overdue(receipt->since)) {
+    return Outcome::kPending;
+  }
+  lock.unlock();
+  fail_with(
+      timed_out(false, receipt->link_class, receipt->expected, receipt->peer));
+  return Outcome::kLost;
+}
+
+Message Transport::Engine::take(int64_t ticket) {
+  const Lock lock(mutex_);
+  const auto found = receipts_.find(ticket);
+  if (found != receipts_.end() && found->second->message) {
+    Message message = std::move(*found->second->message);
+    receipts_.erase(found);
+    return message;
+  }
+  TORCH_CHECK_VALUE(
+      false,
+      "PipelineTransport: expected a ticket whose message has arrived, but "
+      "got ",
+      ticket,
+      " (argument 'ticket')");
+}
+
+Transport::Engine::Work
+Transport::Engine::post_receive(Incoming& link, const at::Tensor& bytes) {
+  std::vector<at::Tensor> one{bytes};
+  return group_->recv(one, static_cast<int>(link.peer), link.tag);
+}
+
+// Takes the message whose frame has arrived in the link's buffer, if it is
+// whole. The caller holds mutex_.
+bool Transport::Engine::open_frame(Incoming& link, Receipt& receipt) {
+  receipt.frame.reset();
+  const auto* data = link.buffer.const_data_ptr<uint8_t>();
+  const Header head = decode_fixed(data);
+  // Compared before anything is allocated for it.
+  check(receipt.expected, head);
+  if ((head.flags & kTogether) == 0) {
+    return false;
+  }
+  receipt.message = unpack(link.buffer);
+  return true;
+}
+
+} // namespace torch_sm3::pipeline

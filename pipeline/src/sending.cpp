@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+// Messages that leave.
+#include <engine.h>
+#include <payload.h>
+
+namespace torch_sm3::pipeline {
+// Waits until at most `most` messages of a link are under way.
+bool Transport::Engine::make_room(
+    Lock& lock,
+    Outgoing& link,
+    size_t most,
+    Time limit) {
+  while (link.parcels.size() > most) {
+    std::deque<Work>& works = link.parcels.front().works;
+    if (works.empty()) {
+      link.parcels.pop_front();
+      continue;
+    }
+    const Work work = works.front();
+    if (!wait_for(lock, work, limit)) {
+      return false;
+    }
+    works.pop_front();
+  }
+  return true;
+}
+
+Outcome Transport::Engine::send(
+    int64_t peer,
+    MessageClass link_class,
+    Header header,
+    const std::vector<at::Tensor>& tensors,
+    double seconds) {
+  Lock lock(mutex_);
+  Outgoing& link = outgoing(peer, link_class);
+  header.step = step_;
+  header.flags = flags_;
+  bool posted = false;
+  try {
+    const auto most = static_cast<size_t>(options_.max_pending - 1);
+    const Time limit = limit_of(&link.full_since, seconds);
+    const bool room = !lost() && make_room(lock, link, most, limit);
+    if (lost() || stopping_) {
+      return Outcome::kLost;
+    }
+    if (!room && !overdue(link.full_since)) {
+      return Outcome::kPending;
+    }
+    if (room) {
+      link.full_since.reset();
+      lock.unlock();
+      post(link, header, tensors);
+      posted = true;
+    }
+  } catch (const c10::TypeError&) {
+    throw; // the caller's tensors, not the link
+  } catch (const HeaderError& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  } catch (const std::exception&) {
+    lock = Lock();
+    fail_with(lost_peer(peer), peer);
+    return Outcome::kLost;
+  }
+  if (posted) {
+    return Outcome::kDone;
+  }
+  lock.unlock();
+  fail_with(timed_out(true, link_class, header, peer));
+  return Outcome::kLost;
+}
+
+void Transport::Engine::post(
+    Outgoing& link,
+    Header header,
+    const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    header.tensors.push_back(meta_of(tensor));
+  }
+  const size_t rest = encode(header).size() - kFrameBytes;
+  const bool small = rest + payload_size(tensors) <= kSmallPayload;
+  header.flags |= small ? kTogether : 0;
+  std::vector<uint8_t> bytes = encode(header);
+  std::vector<at::Tensor> payload;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() > 0) {
+      payload.push_back(payload_bytes(tensor));
+    }
+  }
+  Parcel parcel;
+  if (small) {
+    for (const at::Tensor& part : payload) {
+      const auto* data = part.const_data_ptr<uint8_t>();
+      bytes.insert(bytes.end(), data, data + part.numel());
+    }
+    parcel.tensors = {as_tensor(bytes.data(), bytes.size())};
+  } else {
+    parcel.tensors = {as_tensor(bytes.data(), kFrameBytes)};
+    if (bytes.size() > kFrameBytes) {
+      parcel.tensors.push_back(
+          as_tensor(bytes.data() + kFrameBytes, bytes.size() - kFrameBytes));
+    }
+    parcel.tensors.insert(parcel.tensors.end(), payload.begin(), payload.end());
+  }
+  const Lock posting(posting_);
+  for (const at::Tensor& tensor : parcel.tensors) {
+    std::vector<at::Tensor> one{tensor};
+    parcel.works.push_back(
+        group_->send(one, static_cast<int>(link.peer), link.tag));
+  }
+  const Lock lock(mutex_);
+  link.parcels.push_back(std::move(parcel));
+}
+
+bool Transport::Engine::flush(double seconds) {
+  const Time limit = Clock::now() + in_seconds(seconds);
+  bool all = true;
+  Lock lock(mutex_);
+  for (auto& entry : outgoing_) {
+    try {
+      all = make_room(lock, *entry.second, 0, limit) && all;
+    } catch (const std::exception&) {
+      entry.second->parcels.clear(); // that peer is gone
+    }
+  }
+  return all;
+}
+
+} // namespace torch_sm3::pipeline
