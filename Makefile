@@ -32,8 +32,8 @@ SANITIZED := build/sanitize-$(subst $(comma),-,$(SANITIZE))-$(notdir $(VENV))
 .PHONY: help train test test-slow test-install bench docs lint sanitize build build-tests format clean distclean tools
 
 help: ## Show this list
-	@echo "make train [CORPUS=FILE] [RESUME=1]   train a small language model with all parts of torch_sm3"
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
+	@echo "make train         Train a small language model with all parts of torch_sm3 [CORPUS=FILE] [RESUME=1]"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) MAX_JOBS=$(MAX_JOBS) SANITIZE=$(SANITIZE)"
 
 # --- set-up ----------------------------------------------------------------
