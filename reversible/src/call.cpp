@@ -116,6 +116,7 @@ at::Tensor ReversibleCall::half_residual(
       "a current stream of this call",
       "another tensor");
   std::vector<int64_t> reads;
+  reads.reserve(context.size());
   for (const at::Tensor& tensor : context) {
     reads.push_back(find(tensor, slot));
     TORCH_SM3_CHECK_VALUE(
@@ -136,6 +137,7 @@ at::Tensor ReversibleCall::recorded(
   Slot& slot = slots_[acc];
   const Scripted scripted(f);
   std::vector<at::Tensor> context;
+  context.reserve(reads.size());
   for (const int64_t i : reads) {
     context.push_back(slots_[i].value);
   }
@@ -221,6 +223,7 @@ std::vector<at::Tensor> ReversibleCall::end(at::TensorList streams) {
   }
   if (!state_->records.empty()) {
     std::vector<at::Tensor> finals;
+    finals.reserve(slots_.size());
     for (const Slot& slot : slots_) {
       finals.push_back(slot.value);
     }

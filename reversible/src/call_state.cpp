@@ -95,6 +95,7 @@ void CallState::move(const Record& record, Cursor& cursor, bool backwards)
     const {
   const c10::AutoGradMode no_grad(false);
   std::vector<at::Tensor> context;
+  context.reserve(record.reads.size());
   for (const size_t i : record.reads) {
     context.push_back(cursor.streams[i]);
   }

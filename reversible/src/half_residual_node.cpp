@@ -66,6 +66,7 @@ Recomputed recompute(
   };
   const c10::AutoGradMode grad(true);
   std::vector<at::Tensor> context;
+  context.reserve(record.reads.size());
   for (const size_t i : record.reads) {
     context.push_back(track(cursor.streams[i]));
   }

@@ -54,6 +54,9 @@ template <class Restore>
 class Finally {
  public:
   explicit Finally(Restore restore) : restore_(std::move(restore)) {}
+  // What was read a moment ago can be written back; if not, nothing can be
+  // saved any more.
+  // NOLINTNEXTLINE(bugprone-exception-escape)
   ~Finally() {
     restore_();
   }

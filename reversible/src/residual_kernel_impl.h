@@ -23,7 +23,12 @@ void residual_range(const Residual& residual, int64_t begin, int64_t end) {
 
 } // namespace
 
-void TORCH_SM3_RESIDUAL(const Residual& residual, int64_t begin, int64_t end) {
+#define TORCH_SM3_PASTE_(a, b) a##b
+#define TORCH_SM3_PASTE(a, b) TORCH_SM3_PASTE_(a, b)
+
+void TORCH_SM3_PASTE(
+    residual_,
+    TORCH_SM3_ISA)(const Residual& residual, int64_t begin, int64_t end) {
   residual_for_kind(residual.acc_kind, [&]<class A>(A*) {
     residual_for_kind(residual.value_kind, [&]<class V>(V*) {
       if (residual.subtract) {

@@ -1,3 +1,3 @@
 // SPDX-License-Identifier: Apache-2.0
-#define TORCH_SM3_RESIDUAL residual_scalar
+#define TORCH_SM3_ISA scalar
 #include <residual_kernel_impl.h>
