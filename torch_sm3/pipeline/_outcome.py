@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from torch_sm3.pipeline._batch import Batch
 from torch_sm3.pipeline._faults import ARGUMENTS, Failure, PipelineError
 
 # Wrong arguments are raised on all ranks as what they are on one.
@@ -17,7 +17,7 @@ _ARGUMENT_ERRORS: dict[str, type[Exception]] = {
 
 
 class Answer(NamedTuple):
-    """What the rank of the last stage tells all others.
+    """How a step ended.
 
     Attributes:
         failures: all failures of the step, that of the least stage, microbatch and
@@ -33,31 +33,27 @@ class Answer(NamedTuple):
     losses: torch.Tensor | None
 
     @classmethod
-    def of(cls, reports: list[tuple[Any, bool]], batch: Batch) -> Answer:
-        """Decide the outcome.
+    def of(
+        cls,
+        reports: Iterable[tuple[Any, bool]],
+        loss: torch.Tensor | None,
+        losses: torch.Tensor | None,
+    ) -> Answer:
+        """Decide the outcome; equal on every rank, in whatever order reports come.
 
         Args:
             reports: of each rank its failure with the action's index, or None, and
                 whether it held gradients before the step.
-            batch: the losses.
+            loss: the loss of the step.
+            losses: the loss of each microbatch.
         """
+        reports = list(reports)
         failed = [(Failure(*r[:-1]), int(r[-1])) for r, _ in reports if r is not None]
         failed.sort(key=lambda f: (f[0].stage, f[0].microbatch, f[1], f[0].rank))
         if failed:
             held = any(had for _, had in reports)
             return cls([failure for failure, _ in failed], held, None, None)
-        return cls([], False, *batch.reduced())
-
-    def packed(self) -> tuple[Any, ...]:
-        """Return the answer as a value that travels."""
-        failures = tuple(tuple(failure) for failure in self.failures)
-        return failures, self.lost_gradients, self.loss, self.losses
-
-    @classmethod
-    def read(cls, value: tuple[Any, ...]) -> Answer:
-        """Read what :meth:`packed` wrote."""
-        failures, lost_gradients, loss, losses = value
-        return cls([Failure(*f) for f in failures], lost_gradients, loss, losses)
+        return cls([], False, loss, losses)
 
     def error(self) -> Exception:
         """Return the error to raise; there must be a failure."""

@@ -85,7 +85,7 @@ class StepRun:
             LinksLostError: if a peer is gone; then the links are of no use any more.
         """
         for index, (op, stage, microbatch) in enumerate(actions):
-            if self.failure or self.poison:
+            if self.failed:
                 self._pass(op, stage, microbatch)
                 continue
             try:
@@ -110,6 +110,11 @@ class StepRun:
                 )
                 self.fail(failure, index, error)
                 self._pass(op, stage, microbatch)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank failed or was poisoned."""
+        return self.failure is not None or self.poison is not None
 
     def report(self) -> tuple[Any, ...] | None:
         """Return this rank's own failure and the index of its action, if it failed."""

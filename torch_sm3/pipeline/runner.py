@@ -265,24 +265,25 @@ class PipelineRunner:
     def _conclude(self, run: StepRun, batch: Batch, had_gradients: bool) -> Answer:
         """Bring all ranks to the same outcome: failures, or the loss.
 
-        Each rank reports to that of the last stage, which answers all. A rank that has
-        its answer knows that no other is left behind.
+        Each rank reports to the hub, the rank of the last stage, which tells all. Of
+        two ranks each tells the other at once, since nobody else has to be heard.
         """
         report = run.report(), had_gradients
+        loss, losses = (None, None) if run.failed else batch.reduced()
+        if self._links is None:
+            return Answer.of([report], loss, losses)
+        alone = len(self._peers) == 1
         if self._rank != self._hub:
-            assert self._links is not None, "there is a hub to report to"
             self._links.tell(self._hub, report)
-            return Answer.read(self._links.hear(self._hub))
-        reports = [report]
-        if self._links is not None:
-            reports += [self._links.hear(peer) for peer in self._peers]
-        answer = Answer.of(reports, batch)
-        if self._links is not None:
+            reports, loss, losses = self._links.hear(self._hub)
+            return Answer.of([*reports, report] if alone else reports, loss, losses)
+        if alone:
+            self._links.tell(self._peers[0], ((report,), loss, losses))
+        reports = [report, *(self._links.hear(peer) for peer in self._peers)]
+        if not alone:
             for peer in self._peers:
-                self._links.tell(peer, answer.packed())
-            # A process that ends now must not take the answers with it.
-            self._links.flush(self._options.timeout)
-        return answer
+                self._links.tell(peer, (tuple(reports), loss, losses))
+        return Answer.of(reports, loss, losses)
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         for module in self._modules.values():
