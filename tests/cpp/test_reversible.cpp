@@ -51,9 +51,9 @@ void compare_device_with_host(at::ScalarType a, at::ScalarType v) {
       const at::Tensor host = op(as_tensor(acc, a), as_tensor(value, v));
       // The kernel's own block size is for a GPU; any other must do too.
       const unsigned threads = 32;
-      const auto blocks = static_cast<unsigned>(
-          (count + threads * kResidualPerThread - 1) /
-          (threads * kResidualPerThread));
+      const int64_t per_block = int64_t{threads} * kResidualPerThread;
+      const auto blocks =
+          static_cast<unsigned>((count + per_block - 1) / per_block);
       const auto kernel =
           subtract ? residual_kernel<true, A, V> : residual_kernel<false, A, V>;
       cuda_on_host::launch(
