@@ -57,7 +57,7 @@ __global__ void leave_early(int* out) {
 }
 
 TEST(CudaOnHost, GivesEveryThreadItsIndex) {
-  std::vector<unsigned> out(12 * 8);
+  std::vector<unsigned> out(96);
   cuda_on_host::launch(dim3(3, 2), dim3(4, 4), fill_indices, out.data(), 12u);
   std::vector<unsigned> expected(out.size());
   std::iota(expected.begin(), expected.end(), 0u);
