@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from torch_sm3 import _ops
-from torch_sm3._sm3_checks import check_options, check_param
+from torch_sm3.optim._checks import check_options, check_param
 
 __all__ = ["SM3", "sm3"]
 
