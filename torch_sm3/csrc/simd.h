@@ -6,10 +6,15 @@
 /// beyond + - * /, for the instruction set that a file is compiled for. The
 /// scalar form has one element, so that a kernel is written once.
 
-#include <cmath>
+#include <scalar_math.h>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+// GCC 12 takes the undefined pass-through operands of its own AVX-512 header
+// for a use (GCC bug 105593), wherever the functions are inlined.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #endif
 
 namespace torch_sm3 {
@@ -175,7 +180,7 @@ struct Simd {
     return a > b ? a : b;
   }
   TORCH_SM3_SIMD Vector square_root(Vector x) {
-    return std::sqrt(x);
+    return torch_sm3::square_root(x);
   }
   TORCH_SM3_SIMD bool all_within(Vector x, Vector limit) {
     return (x < 0 ? -x : x) <= limit;

@@ -8,8 +8,6 @@
 
 #include <scalar_math.h>
 
-#include <cmath>
-
 namespace torch_sm3 {
 
 /// Which bound nu an element takes: see sm3.h. With `kGiven` the accumulators
@@ -75,13 +73,6 @@ TORCH_SM3_INLINE SM3Coefficients<C> sm3_coefficients(
   k.zero_guard = h.zero_guard;
   k.given = h.variant == SM3Variant::kGiven;
   return k;
-}
-
-TORCH_SM3_INLINE float square_root(float x) {
-  return sqrtf(x);
-}
-TORCH_SM3_INLINE double square_root(double x) {
-  return sqrt(x);
 }
 
 /// Bounds of a computing type: its largest number, and that number's root.
