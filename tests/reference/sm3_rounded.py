@@ -56,29 +56,29 @@ class RoundedSM3:
     @property
     def w(self) -> torch.Tensor:
         """The parameter."""
-        return torch.from_numpy(self._w.copy()).to(self.dtype)
+        return torch.from_numpy(np.array(self._w)).to(self.dtype)
 
     @property
     def mu(self) -> list[torch.Tensor]:
         """The accumulators."""
-        return [torch.from_numpy(mu.copy()) for mu in self._mu]
+        return [torch.from_numpy(np.array(mu)) for mu in self._mu]
 
     @property
     def m(self) -> torch.Tensor:
         """The momentum buffer."""
         if self.m_dtype == torch.int8:
-            return torch.from_numpy(self._codes.copy())
-        return torch.from_numpy(self._m.copy()).to(self.m_dtype)
+            return torch.from_numpy(np.array(self._codes))
+        return torch.from_numpy(np.array(self._m)).to(self.m_dtype)
 
     @property
     def scale(self) -> torch.Tensor:
         """The scales of an int8 momentum buffer."""
-        return torch.from_numpy(self._scales.copy())
+        return torch.from_numpy(np.array(self._scales))
 
     @property
     def compensation(self) -> torch.Tensor:
         """What roundings lost, with Kahan summation."""
-        return torch.from_numpy(self._lost.copy()).to(self.dtype)
+        return torch.from_numpy(np.array(self._lost)).to(self.dtype)
 
     def load(self, mu: list[torch.Tensor]) -> None:
         """Start from other accumulators than zeros."""
