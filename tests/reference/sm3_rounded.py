@@ -204,7 +204,10 @@ class RoundedSM3:
             np.arange(self.shape[0]).reshape([-1] + [1] * (len(self.shape) - 1)),
             self.shape,
         )
-        pairs = {(*key, r) for *key, r in zip(*map(np.ravel, index), row.ravel(), strict=True)}
+        pairs = {
+            (*key, r)
+            for *key, r in zip(*map(np.ravel, index), row.ravel(), strict=True)
+        }
         return len(pairs) == len({key[:-1] for key in pairs})
 
     # --- weights -------------------------------------------------------------
