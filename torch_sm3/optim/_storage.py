@@ -19,10 +19,10 @@ def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
         bits: random int64; the lower 16 bits are used.
     """
     noise = (bits & 0xFFFF).to(torch.int32)
-    # Below infinity the sum carries at most into infinity, never beyond.
+    # The sum carries at most into infinity, never beyond, and infinity itself stays.
     upper = (x.view(torch.int32) + noise) >> 16
     rounded = upper.to(torch.int16).view(torch.bfloat16)
-    return torch.where(torch.isfinite(x), rounded, x.to(torch.bfloat16))
+    return torch.where(torch.isnan(x), torch.full_like(rounded, torch.nan), rounded)
 
 
 def decode_blocks(codes: Tensor, scales: Tensor) -> Tensor:
