@@ -60,7 +60,9 @@ class NumpySM3:
         hint = math.prod(view) != self.w.size
         first = self.place.start if hint else 0
         flat = first + np.arange(self.w.size)
-        where = np.unravel_index(flat, view) if self.w.size else [flat] * len(view)
+        where = (
+            np.unravel_index(flat, view) if view and self.w.size else [flat] * len(view)
+        )
         #: For each group, each element's place in the flattened accumulator.
         self.index = [
             np.array(_number([where[a] for a in group], [view[a] for a in group], flat))

@@ -16,7 +16,7 @@ from torch_sm3.optim._storage import round_stochastically
 
 
 def scaled_gradient(grad: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
-    """Return the gradient, clamped to a finite square, and a mask of where it is finite.
+    """Return the gradient, clamped to a finite square, and where it is finite.
 
     Other elements are 0, as they must not enter an accumulator.
     """
