@@ -74,7 +74,7 @@ def _step_group(batch: Batch, options: Options) -> None:
     nu = _accumulate(batch, u, options.variant, numbers)
     _directions(batch, nu, u, numbers)
     scratch = nu
-    if numbers.preset.decay_first and options.weight_decay:
+    if numbers.preset.decay_first and numbers.weight_decay:
         torch._foreach_copy_(scratch, batch.params)
         torch._foreach_mul_(scratch, numbers.weight_decay)
         torch._foreach_add_(u, scratch)

@@ -60,7 +60,7 @@ def _results(
 
     w = _read(param, options).to(numbers.dtype)
     m = _step.direction(g, finite, nu, numbers)
-    if numbers.preset.decay_first and options.weight_decay:
+    if numbers.preset.decay_first and numbers.weight_decay:
         m = m + w * numbers.weight_decay
     buffer = batch.momentum_buffers[i]
     if buffer is not None:
