@@ -193,8 +193,8 @@ class SM3Base(Optimizer):
                 self._warned.add("flattened")
                 warnings.warn(
                     f"SM3: a 1-D parameter of {param.numel()} elements takes as many "
-                    "numbers of state; if an engine (FSDP1, ZeRO) flattened a model, use "
-                    "FSDP2 (fully_shard), or tell the shapes by SM3.set_shape_hint",
+                    "numbers of state; if an engine (FSDP1, ZeRO) flattened a model, "
+                    "use FSDP2 (fully_shard), or tell the shapes by SM3.set_shape_hint",
                     stacklevel=4,
                 )
                 return

@@ -258,6 +258,5 @@ def plain_cover(cover: object) -> object:
     if name in ("heads", "blocks"):
         return getattr(Cover, name)(*arguments).plain
     raise ValueError(
-        f"SM3: expected the plain form of a Cover, but got {cover} "
-        "(argument 'cover')"
+        f"SM3: expected the plain form of a Cover, but got {cover} (argument 'cover')"
     )

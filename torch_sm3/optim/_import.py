@@ -135,10 +135,10 @@ def _import_one(
     cover = resolve(options["cover"], param.shape, options["compat"])
     for i, accumulator in enumerate(_into(cover, tuple(param.shape), vectors)):
         state[f"accumulator_{i}"] = accumulator
-    buffer = theirs.get("momentum_buffer")
+    buffer: Any = theirs.get("momentum_buffer")
     # Theirs is 0.0 or a sparse tensor where it was never used.
-    dense = isinstance(buffer, Tensor) and buffer.layout == torch.strided
-    if options["momentum"] > 0 and dense:
+    known = isinstance(buffer, Tensor) and buffer.layout == torch.strided
+    if known and options["momentum"] > 0:
         state.update(_momentum(buffer, param, options["momentum_dtype"]))
     return state
 

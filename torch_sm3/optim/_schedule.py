@@ -12,7 +12,8 @@ from torch.optim.optimizer import Optimizer
 def _expect(condition: bool, expected: str, value: object, name: str) -> None:
     if not condition:
         raise ValueError(
-            f"WarmupConstantLR: expected {expected}, but got {value} (argument {name!r})"
+            f"WarmupConstantLR: expected {expected}, but got {value} "
+            f"(argument {name!r})"
         )
 
 
