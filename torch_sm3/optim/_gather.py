@@ -100,7 +100,7 @@ class GatheringSM3(CheckpointedSM3):
                 )
 
     def _make_plan(self) -> Plan:
-        lanes: dict[tuple[int, torch.device, str, bool], Lane] = {}
+        lanes: dict[tuple[int, torch.device, str, bool, bool], Lane] = {}
         waiting, ordinal = [], 0
         for number, group in enumerate(self.param_groups):
             ordinals = {id(p): ordinal + i for i, p in enumerate(group["params"])}
@@ -110,11 +110,12 @@ class GatheringSM3(CheckpointedSM3):
                 if not state:
                     waiting.append(param)
                     continue
-                plain = type(param) in _PLAIN
+                sharded = self._is_sharded(param)
+                plain = type(param) in _PLAIN and not sharded
                 local = self._local(param)
                 path = path_of(group, local)
                 lane = lanes.setdefault(
-                    (number, local.device, path, plain),
+                    (number, local.device, path, plain, sharded),
                     Lane(group, local.device, path, entries=[] if plain else None),
                 )
                 lane.owners.append(param)
