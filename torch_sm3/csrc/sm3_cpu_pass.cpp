@@ -81,7 +81,8 @@ class Pass {
         k_(coefficients),
         kernel_(kernel),
         rows_(sm3_rows(geometry)) {
-    if (rows_.kind == SM3Rows::Kind::kRows) {
+    // Of no elements there are no columns, and maybe axes of size 0 to count in.
+    if (rows_.kind == SM3Rows::Kind::kRows && g_.begin != g_.end) {
       find_columns();
     }
   }
