@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -33,6 +34,21 @@ class ShapeHint:
     shape: tuple[int, ...]
     offset: int
     process_group: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A process group has no copy; its name finds it again.
+        name = getattr(self.process_group, "group_name", None)
+        return _restored_hint, (self.shape, self.offset, name)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> ShapeHint:
+        return self
+
+
+def _restored_hint(shape: tuple[int, ...], offset: int, name: str | None) -> ShapeHint:
+    if name is None:
+        return ShapeHint(shape, offset, None)
+    known: Any = dist.distributed_c10d
+    return ShapeHint(shape, offset, known._resolve_process_group(name))
 
 
 class SM3Base(Optimizer):
@@ -263,6 +279,11 @@ class SM3Base(Optimizer):
             )
         if param.dim() != 1:
             raise _hint_error("a 1-D parameter", f"{param.dim()}-D", "param")
+        if process_group is not None and not hasattr(process_group, "rank"):
+            # What torch.distributed.new_group gives to ranks outside.
+            raise _hint_error(
+                "a process group with this rank", process_group, "process_group"
+            )
         numel = math.prod(shape)
         if offset < 0 or offset + param.numel() > numel:
             raise _hint_error(

@@ -163,6 +163,17 @@ class GatheringSM3(CheckpointedSM3):
                 return [Work(lane.group, lane.device, lane.path, [], given, lane.whole)]
         return self._pick(lane, grads)
 
+    def _works_of(
+        self, param: Tensor, group: dict[str, Any], ordinal: int, grad: Tensor
+    ) -> list[Work]:
+        """Return the calls that step one parameter with a gradient."""
+        self._complete(param, group)
+        part = self._local(param)
+        path = path_of(group, part)
+        lane = Lane(group, part.device, path, [param], [ordinal])
+        _check_lane(lane)
+        return self._pick(lane, [grad])
+
     def _whole(self, lane: Lane) -> Any:
         """Return lists of all parameters of a lane, None while momentum is missing."""
         entries = lane.entries or []

@@ -22,13 +22,13 @@ class Cut(NamedTuple):
 
     Args:
         mesh_dim: of the mesh.
-        count: pieces; the size of the mesh in that dimension.
+        pieces: how many; the size of the mesh in that dimension.
         factor: cut into so many parts first, each of which is dealt out: what torch
             calls a strided shard, of a dimension that others cut before.
     """
 
     mesh_dim: int
-    count: int
+    pieces: int
     factor: int
 
 
@@ -62,7 +62,7 @@ class Spread:
     def all_runs(self, dim: int) -> Iterator[Runs]:
         """Yield the ranges of a dimension at every coordinate of the mesh."""
         cuts = self.cuts[dim]
-        for at in product(*(range(cut.count) for cut in cuts)):
+        for at in product(*(range(cut.pieces) for cut in cuts)):
             whole = dict(zip((cut.mesh_dim for cut in cuts), at, strict=True))
             yield self.runs(dim, [whole.get(d, 0) for d in range(len(self.coordinate))])
 
@@ -75,8 +75,8 @@ class Spread:
         """Return the part of a whole tensor on this process."""
         for dim, cuts in enumerate(self.cuts):
             if cuts:
-                pieces = [whole.narrow(dim, a, b - a) for a, b in self.runs(dim)]
-                whole = torch.cat(pieces or [whole.narrow(dim, 0, 0)], dim)
+                parts = [whole.narrow(dim, a, b - a) for a, b in self.runs(dim)]
+                whole = torch.cat(parts or [whole.narrow(dim, 0, 0)], dim)
         return whole
 
 
@@ -92,7 +92,7 @@ def _piece(runs: Runs, cut: Cut, number: int) -> Runs:
     found: list[tuple[int, int]] = []
     for first in range(0, total, part or 1):
         inside = min(part, total - first)
-        size = math.ceil(inside / cut.count)
+        size = math.ceil(inside / cut.pieces)
         start = min(number * size, inside)
         stop = min(start + size, inside)
         found += _between(runs, first + start, first + stop)

@@ -131,6 +131,7 @@ class ShardedSM3(GatheringSM3):
         shards = self._shards(param, group)
         if shards is None and not _placements.is_dtensor(value):
             return super()._placed(param, group, key, value)
+        owner: Any = param
         placements = self._placements_of(param, shards, key) if shards else ()
         if not _placements.is_dtensor(value):
             spread = _placements.spread_of(param, value.shape, placements)
@@ -138,7 +139,7 @@ class ShardedSM3(GatheringSM3):
             return _placements.assembled(part, param, value.shape, placements)
         saved: Any = value
         lies_there = tuple(saved.placements) == placements
-        if not shards or not lies_there or saved.device_mesh != param.device_mesh:
+        if not shards or not lies_there or saved.device_mesh != owner.device_mesh:
             raise ValueError(
                 f"SM3.load_state_dict: expected {key} placed as {placements}, but got "
                 f"{saved.placements} on {saved.device_mesh} (argument 'state_dict'); "
@@ -167,10 +168,9 @@ class ShardedSM3(GatheringSM3):
                 "SM3: expected shards in one piece with stochastic_rounding=True, but "
                 f"got parameter {ordinal} (argument 'params')"
             )
-        tensors = {
-            name: None if tensor is None else _placements.local(tensor)
+        tensors: dict[str, Any] = {
+            name: _placements.local(getattr(entry, name))
             for name in ("momentum_buffer", "momentum_scale", "compensation")
-            for tensor in [getattr(entry, name)]
         }
         return replace(
             entry,

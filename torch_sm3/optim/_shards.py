@@ -93,9 +93,9 @@ def _blocks(
     blocks = []
     while dims and axes:
         mine, theirs = [dims.pop(0)], [axes.pop(0)]
-        while (
-            one := math.prod(shape[d] for d in mine)
-        ) != (other := math.prod(view[a] for a in theirs)):
+        while (one := math.prod(shape[d] for d in mine)) != (
+            other := math.prod(view[a] for a in theirs)
+        ):
             if one < other:
                 mine.append(dims.pop(0))
             else:
@@ -128,7 +128,7 @@ def _cut_axes(spread: Spread, view: Sequence[int]) -> dict[int, _Axis]:
         return {d: _Axis(number.get(d), 1, 1) for d in found}
     for dims, axes in _blocks(shape, view):
         for d in found.keys() & set(dims):
-            if d != dims[0] and all(cut.count == 1 for cut in spread.cuts[d]):
+            if d != dims[0] and all(cut.pieces == 1 for cut in spread.cuts[d]):
                 continue
             inner = math.prod(shape[other] for other in dims if other > d)
             unit = math.prod(view[a] for a in axes[1:]) if d == dims[0] else 0
@@ -209,7 +209,7 @@ def _local_cover(
         if axis.axis is not None:
             count = length(spread.runs(dim)) * axis.inner
             view[axis.axis] = count // axis.unit
-    if 0 in spread.local_shape and math.prod(view):
+    if 0 in spread.local_shape and 0 not in view:
         # Cut in a dimension of size 1, which is no axis: none of the numbers goes.
         view.append(0)
     return ResolvedCover(tuple(view), whole.axes)

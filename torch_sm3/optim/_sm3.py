@@ -190,7 +190,10 @@ class SM3(ShardedSM3):
     def _do_step(self) -> None:
         plan = self._current_plan()
         # Everything is checked before anything is written.
-        works = [work for lane in plan.lanes for work in self._gather(lane)]
+        self._run([work for lane in plan.lanes for work in self._gather(lane)])
+
+    def _run(self, works: list[Work]) -> None:
+        """Do all calls of a step, or none of them."""
         self._watch_stale(works)
         skip, found = self._decide(works)
         scale = getattr(self, "grad_scale", None)
@@ -209,15 +212,19 @@ class SM3(ShardedSM3):
         found = self._agreed(found)
         if found is None:
             return False, None
-        found = found.reshape(())
-        if found.device not in self._skipped:
-            zero = torch.zeros((), dtype=torch.int64, device=found.device)
-            self._skipped[found.device] = zero
-        self._skipped[found.device].add_(found != 0)
+        found = self._counted(found.reshape(()))
         on_device = found.device.type != "cpu" and all(
             steps_follow(work.group, self._skip_nonfinite) for work in works
         )
         return (False, found) if on_device else (bool(found), None)
+
+    def _counted(self, found: Tensor) -> Tensor:
+        """Count a step that a flag skips, and return the flag."""
+        if found.device not in self._skipped:
+            zero = torch.zeros((), dtype=torch.int64, device=found.device)
+            self._skipped[found.device] = zero
+        self._skipped[found.device].add_(found != 0)
+        return found
 
     def _options(
         self, work: Work, scale: Tensor | None, found: Tensor | None
