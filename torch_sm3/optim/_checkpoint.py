@@ -108,7 +108,7 @@ class CheckpointedSM3(SM3Base):
         for key, state in full["state"].items():
             if key in by_key:
                 group, param = by_key[key]
-                _state.check_shapes(key, self._layout(param, group), state)
+                self._check_saved(key, param, group, state)
         for key, state in full["state"].items():
             if key not in by_key:
                 self.state[key] = state
@@ -119,6 +119,12 @@ class CheckpointedSM3(SM3Base):
             step_on = self._step_device(param, group)
             place = partial(self._placed, param, group)
             self.state[param] = _state.load(state, old, step_on, place)
+
+    def _check_saved(
+        self, key: object, param: Tensor, group: dict[str, Any], saved: dict[str, Any]
+    ) -> None:
+        """Check that a saved state fits a parameter."""
+        _state.check_shapes(key, self._layout(param, group), saved)
 
     def _placed(
         self, param: Tensor, group: dict[str, Any], key: str, value: Tensor

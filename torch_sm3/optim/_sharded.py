@@ -125,27 +125,39 @@ class ShardedSM3(GatheringSM3):
         placements = self._placements_of(param, shards, key)
         return _placements.assembled(part, param, shape, placements)
 
+    def _check_saved(
+        self, key: object, param: Any, group: dict[str, Any], saved: dict[str, Any]
+    ) -> None:
+        super()._check_saved(key, param, group, saved)
+        shards = self._shards(param, group)
+        for name, value in saved.items():
+            # A whole tensor is cut; a part needs to be the right one.
+            if not _placements.is_dtensor(value):
+                continue
+            wanted = shards and self._placements_of(param, shards, name)
+            found: Any = value
+            if tuple(found.placements) != wanted or found.device_mesh != (
+                param.device_mesh
+            ):
+                raise ValueError(
+                    f"SM3.load_state_dict: expected {name} of parameter {key} placed "
+                    f"as {wanted}, but got {found.placements} on {found.device_mesh} "
+                    "(argument 'state_dict'); torch.distributed.checkpoint moves state "
+                    "between meshes"
+                )
+
     def _placed(
         self, param: Tensor, group: dict[str, Any], key: str, value: Tensor
     ) -> Tensor:
         shards = self._shards(param, group)
-        if shards is None and not _placements.is_dtensor(value):
+        if shards is None:
             return super()._placed(param, group, key, value)
-        owner: Any = param
-        placements = self._placements_of(param, shards, key) if shards else ()
+        placements = self._placements_of(param, shards, key)
+        part = _placements.local(value)
         if not _placements.is_dtensor(value):
             spread = _placements.spread_of(param, value.shape, placements)
-            part = spread.take(value).to(param.device, copy=True)
-            return _placements.assembled(part, param, value.shape, placements)
-        saved: Any = value
-        lies_there = tuple(saved.placements) == placements
-        if not shards or not lies_there or saved.device_mesh != owner.device_mesh:
-            raise ValueError(
-                f"SM3.load_state_dict: expected {key} placed as {placements}, but got "
-                f"{saved.placements} on {saved.device_mesh} (argument 'state_dict'); "
-                "torch.distributed.checkpoint moves state between meshes"
-            )
-        part = _placements.local(value).to(param.device, copy=True)
+            part = spread.take(value)
+        part = part.to(param.device, copy=True)
         return _placements.assembled(part, param, value.shape, placements)
 
     # --- one step --------------------------------------------------------------
