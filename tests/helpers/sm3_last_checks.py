@@ -17,7 +17,9 @@ from torch.distributed.tensor import Shard
 def nobody_waits_for_ever(rank: int, folder: str) -> None:
     # Not by a message: Gloo's connections end with a timeout.
     store = dist.distributed_c10d._get_default_store()
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    # By its name, as DTensor's caches put one mesh in the place of an equal one.
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("impatient",))
     twin = Twin([torch.randn(6, 5)], [(mesh, [Shard(0)])])
     twin.other.init_state()
     if rank == 0:

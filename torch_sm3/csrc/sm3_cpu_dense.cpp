@@ -81,17 +81,16 @@ void update_diagonal(
   C* const kept = numbers<C>(g.groups[0]);
   const int64_t unit = g.aligned;
   const int64_t grain = std::max<int64_t>(1, kSM3Grain / unit);
-  const int64_t last = (g.end + unit - 1) / unit;
-  at::parallel_for(
-      g.begin / unit, last, grain, [&](int64_t first, int64_t past) {
-        const int64_t begin = std::max(g.begin, first * unit);
-        const int64_t end = std::min(g.end, past * unit);
-        if (h.keep_larger) {
-          update_larger(g, h, k, begin, end);
-        } else {
-          kernels.update(diagonal_row(g, begin, end, kept + begin), k);
-        }
-      });
+  const int64_t last = (g.numel + unit - 1) / unit;
+  at::parallel_for(0, last, grain, [&](int64_t first, int64_t past) {
+    const int64_t begin = first * unit;
+    const int64_t end = std::min(g.numel, past * unit);
+    if (h.keep_larger) {
+      update_larger(g, h, k, begin, end);
+    } else {
+      kernels.update(diagonal_row(g, begin, end, kept + begin), k);
+    }
+  });
 }
 
 } // namespace
@@ -102,7 +101,10 @@ void sm3_dense_update(
     const SM3Hyperparameters& h,
     const SM3Coefficients<C>& coefficients) {
   const SM3RowKernels<C> kernels;
-  if (sm3_rows(g).kind == SM3Rows::Kind::kDiagonal) {
+  // In a part of the view the numbers of other parts become those of no element,
+  // as they do under every cover, so that a maximum over all parts is right.
+  const bool is_whole = g.begin == 0 && g.end == g.numel;
+  if (is_whole && sm3_rows(g).kind == SM3Rows::Kind::kDiagonal) {
     update_diagonal(g, h, coefficients);
     return;
   }

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ class Slot:
         param: the parameter that the optimizer holds.
         index: of the accumulator.
         numel: elements of it on this process, the same in the whole group.
-        is_empty: no element of the parameter is here, so zeros are sent.
+        is_empty: no element of the parameter is here; its numbers start from 0.
     """
 
     param: Tensor
@@ -51,8 +51,11 @@ class Reduction:
         lookup: returns what a slot reads and overwrites.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], lookup: Lookup) -> None:
+    def __init__(self, buckets: Sequence[Bucket], lookup: Lookup) -> None:
         self._flying: list[tuple[Any, Tensor, list[Tensor | None], Bucket]] = []
+        for slot in (slot for bucket in buckets for slot in bucket.slots):
+            if slot.is_empty and (target := lookup(slot)) is not None:
+                target.zero_()
         for bucket in buckets:
             self._send(bucket, lookup)
 
@@ -67,7 +70,7 @@ class Reduction:
         message = torch.cat(
             [
                 torch.zeros(slot.numel, dtype=bucket.dtype, device=bucket.device)
-                if target is None or slot.is_empty
+                if target is None
                 else target.reshape(-1)
                 for slot, target in zip(bucket.slots, targets, strict=True)
             ]
