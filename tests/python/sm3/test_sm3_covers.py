@@ -173,9 +173,7 @@ def test_damaged_plain_forms_are_refused(damaged) -> None:
     ],
     ids=str,
 )
-def test_accumulators_are_the_maxima_over_their_sets(
-    cover, shape, sizes, flags
-) -> None:
+def test_accumulators_are_maxima_over_their_sets(cover, shape, sizes, flags) -> None:
     (param,) = parameters(shape)
     optimizer = SM3([param], cover=cover, lr=1.0, **flags)
     optimizer.step()
