@@ -88,7 +88,7 @@ from torch.testing._internal.common_utils import TestCase
 class TestOptimRenewed(TestCase):
     @optims(optim_db)
     def test_errors(self, device, dtype, optim_info):
-        self.assertEqual(optim_info.name, "NAME")
+        self.assertEqual(optim_info.name, "SM3")
 
     @optims([o for o in optim_db if o.supports_complex])
     def test_complex(self, device, dtype, optim_info):
@@ -102,13 +102,11 @@ instantiate_device_type_tests(TestOptimRenewed, globals(), only_for="cpu")
 """
 
 
-@pytest.mark.parametrize(("name", "passes"), [("SM3", True), ("Adam", False)])
-def test_a_suite_file_sees_the_entry_of_sm3(tmp_path, name, passes) -> None:
+def test_a_suite_file_sees_the_entry_of_sm3(tmp_path) -> None:
     path = tmp_path / "test_optim.py"
-    path.write_text(SUITE.replace("NAME", name))
+    path.write_text(SUITE)
     result = run_file(path)
-    expected = "1 passed, 1 skipped" if passes else "1 failed, 1 skipped"
-    assert expected in result.stdout, result.stdout + result.stderr
+    assert "1 passed, 1 skipped" in result.stdout, result.stdout + result.stderr
 
 
 # --- the same names -----------------------------------------------------------
