@@ -218,7 +218,7 @@ def _copy(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _product_options(options: Options, **extra: object) -> _batch.Options:
-    scale = options.grad_scale
+    scale, double = options.grad_scale, torch.float64
     given: dict[str, object] = {
         "lr": options.lr,
         "momentum": options.momentum,
@@ -230,7 +230,7 @@ def _product_options(options: Options, **extra: object) -> _batch.Options:
         "maximize": options.maximize,
         "stochastic_rounding": options.stochastic_rounding,
         "seed": options.seed,
-        "grad_scale": None if scale is None else torch.tensor(scale),
+        "grad_scale": None if scale is None else torch.tensor(scale, dtype=double),
     }
     return _batch.Options(**{**given, **extra})
 
