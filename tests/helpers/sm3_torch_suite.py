@@ -11,12 +11,15 @@ import unittest
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.testing._internal.common_methods_invocations import DecorateInfo
 from torch.testing._internal.common_optimizers import (
     ErrorOptimizerInput,
     OptimizerInfo,
     OptimizerInput,
+    _get_optim_inputs_including_global_cliquey_kwargs,
     get_error_inputs_for_all_optims,
     optim_db,
 )
@@ -62,7 +65,7 @@ def optim_inputs(device: Any, dtype: Any = None) -> list[OptimizerInput]:
 def optim_error_inputs(device: Any, dtype: Any) -> list[ErrorOptimizerInput]:
     """Return what must be refused, with a part of the message."""
     errors = list(get_error_inputs_for_all_optims(device, dtype))
-    sample = torch.nn.Parameter(torch.randn(2, 3, device=device, dtype=dtype))
+    sample = Parameter(torch.randn(2, 3, device=device, dtype=dtype))
     own: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"beta2": 0.0}, ValueError, "pass None"),
         ({"momentum": 1.0}, ValueError, "0 <= momentum < 1"),
@@ -124,3 +127,30 @@ def register() -> OptimizerInfo:
 def pytest_configure() -> None:
     """Register SM3 when pytest loads this file as a plugin."""
     register()
+
+
+def configurations(*without: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return names and options of all inputs times all implementations.
+
+    Args:
+        without: flags of implementations to leave out.
+    """
+    inputs = _get_optim_inputs_including_global_cliquey_kwargs(
+        "cpu", torch.float32, register(), skip=without
+    )
+    return [(one.desc, one.kwargs) for one in inputs]
+
+
+def model() -> tuple[Parameter, Parameter, Tensor]:
+    """Return the weight, bias and input of torch's small problem."""
+    return Parameter(torch.randn(10, 5)), Parameter(torch.randn(10)), torch.randn(5)
+
+
+def loss_of(
+    optimizer: torch.optim.Optimizer, weight: Parameter, bias: Parameter, x: Tensor
+) -> Tensor:
+    """Return its loss, with new gradients."""
+    optimizer.zero_grad()
+    loss = (weight.mv(x) + bias).pow(2).sum()
+    loss.backward()
+    return loss

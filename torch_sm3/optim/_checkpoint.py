@@ -31,7 +31,16 @@ class CheckpointedSM3(SM3Base):
         super().__setstate__(state)
         self._plan = None
         self._stale = set()
-        self.__dict__.setdefault("_loading", None)
+        # A pickle of an earlier version, or of a subclass, may lack some.
+        missing: dict[str, Any] = {
+            "_skip_nonfinite": False,
+            "_skipped": {},
+            "_hints": {},
+            "_warned": set(),
+            "_loading": None,
+        }
+        for name, value in missing.items():
+            self.__dict__.setdefault(name, value)
         for group in self.param_groups:
             fill(group)
             make_plain(group)

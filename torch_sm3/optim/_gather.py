@@ -91,6 +91,13 @@ class GatheringSM3(CheckpointedSM3):
             plan = self._plan = self._make_plan()
         return plan
 
+    def _skips_on(self, device: torch.device) -> Tensor:
+        """Return the count of skipped steps that a device decided on."""
+        if device not in self._skipped:
+            zero = torch.zeros((), dtype=torch.int64, device=device)
+            self._skipped[device] = zero
+        return self._skipped[device]
+
     def _refuse_missing_state(self) -> None:
         for _, param in self._params():
             if param.grad is not None and not self.state.get(param):
@@ -123,6 +130,10 @@ class GatheringSM3(CheckpointedSM3):
                     lane.entries.append(
                         self._entry(param, group, state, ordinals[id(param)])
                     )
+        for lane in lanes.values():
+            # Before a graph is captured, in which a new count would begin each time.
+            if lane.device.type == "cuda":
+                self._skips_on(lane.device)
         return Plan.of(self.param_groups, self.state, list(lanes.values()), waiting)
 
     def _watch_stale(self, works: list[Work]) -> None:

@@ -55,7 +55,9 @@ def layout(
         found[f"accumulator_{i}"] = (size, computing)
     own = tuple(param.shape)
     if group["momentum"] > 0:
-        dtype = momentum_dtype(param.dtype, shape, group["momentum_dtype"])
+        # Blocks of a flat range are not those of the rows of the whole.
+        whole = shape if len(shape) == len(own) else own
+        dtype = momentum_dtype(param.dtype, whole, group["momentum_dtype"])
         found["momentum_buffer"] = (own, dtype)
         if dtype == torch.int8:
             blocks = math.ceil(own[-1] / SCALE_BLOCK)

@@ -290,6 +290,15 @@ def test_a_hinted_range_keeps_the_whole_accumulators(flags) -> None:
         assert torch.equal(optimizer.state[shard][key], expected.state[whole][key])
 
 
+def test_hinted_ranges_keep_float32_momentum() -> None:
+    param = torch.nn.Parameter(torch.zeros(4096))
+    optimizer = SM3([param], momentum=0.9, momentum_dtype=torch.int8)
+    optimizer.set_shape_hint(param, (64, 64))
+    optimizer.init_state()
+    assert optimizer.state[param]["momentum_buffer"].dtype == torch.float32
+    assert "momentum_scale" not in optimizer.state[param]
+
+
 @pytest.mark.parametrize(
     ("shape", "offset", "text"),
     [((3, 4), 6, "range within the 12"), ((3,), 0, "'offset'"), ((3, 4), -1, "within")],
