@@ -60,9 +60,11 @@ class SM3Base(Optimizer):
                 the defaults.
 
         Raises:
-            ValueError: as the constructor, as the others.
-            TypeError: see there.
-            RuntimeError: see there.
+            ValueError: for options and parameters that the constructor refuses, and
+                parameters of another group; as there, the errors that follow.
+            TypeError: for what is no dict or no parameter.
+            NotImplementedError: for float64 with momentum of low precision.
+            RuntimeError: for implementations that exclude each other.
         """
         if isinstance(param_group, dict):
             group = {**self.defaults, **param_group}
@@ -133,8 +135,9 @@ class SM3Base(Optimizer):
     def _complete(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Create what a parameter's state lacks, and move it to the parameter."""
         state: dict[str, Any] = self.state[param]
-        # Momentum waits for a dense gradient: sparse ones do not use it.
-        waits = param.grad is not None and param.grad.layout != torch.strided
+        # Momentum that is not there from the start waits for a dense gradient.
+        grad = param.grad
+        waits = bool(state) if grad is None else grad.layout != torch.strided
         for key, (shape, dtype) in self._layout(param, group).items():
             if key in state or (waits and key.startswith("momentum")):
                 continue
@@ -161,7 +164,10 @@ class SM3Base(Optimizer):
         for group in self.param_groups:
             make_plain(group)
         for group, param in self._params():
-            if param.requires_grad or param.grad is not None or self.state.get(param):
+            # Lazy modules tell their shapes in their first forward pass.
+            known = not is_lazy(param)
+            wanted = param.requires_grad or param.grad is not None
+            if known and (wanted or self.state.get(param)):
                 self._complete(param, group)
 
     def _prune(self) -> None:
@@ -175,7 +181,7 @@ class SM3Base(Optimizer):
         if stale:
             self._plan = None
             warnings.warn(
-                f"SM3: dropped the state of {len(stale)} parameters that are in no "
+                f"SM3: dropped the state of {len(stale)} parameter(s) that are in no "
                 "group any more; load a state dict after parameters are replaced",
                 stacklevel=4,
             )

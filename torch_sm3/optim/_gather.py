@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_sm3.optim import _state
 from torch_sm3.optim._batch import Batch, Place
 from torch_sm3.optim._checkpoint import CheckpointedSM3
-from torch_sm3.optim._fused import Entry, is_fusable, lists
+from torch_sm3.optim._fused import Entry, Lists, is_fusable, lists
 from torch_sm3.optim._plan import Lane, Plan, Work, unique
 from torch_sm3.optim._presets import PRESETS
 
@@ -170,10 +170,19 @@ class GatheringSM3(CheckpointedSM3):
             if lane.whole is None and lane.path == "fused":
                 lane.whole = self._whole(lane)
             if lane.whole is not None:
-                return [Work(lane.group, lane.device, lane.path, [], given, lane.whole)]
+                return [
+                    Work(
+                        lane.group,
+                        lane.device,
+                        lane.path,
+                        lane.entries,
+                        given,
+                        lane.whole,
+                    )
+                ]
         return self._pick(lane, grads)
 
-    def _whole(self, lane: Lane) -> Any:
+    def _whole(self, lane: Lane) -> Lists | None:
         """Return lists of all parameters of a lane, None while momentum is missing."""
         entries = lane.entries or []
         if any(self._lacks_momentum(lane.group, entry) for entry in entries):

@@ -60,8 +60,7 @@ def layout(
         dtype = momentum_dtype(param.dtype, whole, group["momentum_dtype"])
         found["momentum_buffer"] = (own, dtype)
         if dtype == torch.int8:
-            blocks = math.ceil(own[-1] / SCALE_BLOCK)
-            found["momentum_scale"] = ((*own[:-1], blocks), torch.float32)
+            found["momentum_scale"] = (scale_shape(own), torch.float32)
     if group["kahan"] and param.dtype in (torch.bfloat16, torch.float16):
         found["compensation"] = (own, param.dtype)
     return found
@@ -115,18 +114,34 @@ def follow(param: Tensor, state: dict[str, Any], step_on: torch.device) -> None:
             state[key] = value.to(param.device)
 
 
+def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the scales of an int8 buffer."""
+    return (*shape[:-1], math.ceil(shape[-1] / SCALE_BLOCK))
+
+
 def check_shapes(key: object, expected: Layout, saved: Mapping[str, Any]) -> None:
     """Check that a saved state fits the parameter that it is loaded for.
+
+    Args:
+        key: of the parameter in the state dict.
+        expected: layout under the options that are loaded.
+        saved: state.
 
     Raises:
         ValueError: with both shapes.
     """
+    shapes = {k: tuple(v.shape) for k, v in saved.items() if isinstance(v, Tensor)}
     wanted = [s for k, (s, _) in expected.items() if k.startswith("accumulator_")]
     found = [tuple(accumulator.shape) for accumulator in accumulators(saved)]
     pairs: list[tuple[str, object, object]] = [("accumulators", wanted, found)]
-    for name in ("momentum_buffer", "momentum_scale", "compensation"):
-        if name in expected and isinstance(saved.get(name), Tensor):
-            pairs.append((name, expected[name][0], tuple(saved[name].shape)))
+    for name in ("momentum_buffer", "compensation"):
+        if name in expected and name in shapes:
+            pairs.append((name, expected[name][0], shapes[name]))
+    # What was saved decides about the dtype of the buffer, and so about scales.
+    name = "momentum_buffer"
+    if name in shapes and saved[name].dtype == torch.int8:
+        scales = shapes.get("momentum_scale")
+        pairs.append(("momentum_scale", scale_shape(shapes[name]), scales))
     for name, want, got in pairs:
         if want != got:
             raise ValueError(

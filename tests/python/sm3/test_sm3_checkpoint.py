@@ -269,6 +269,19 @@ def test_sm3_row_17_state_of_another_shape_is_refused(
     assert other.param_groups[0]["lr"] == 0.7, "the optimizer is unchanged"
 
 
+def test_int8_momentum_without_its_scales_is_refused() -> None:
+    (param,) = parameters((70, 300))
+    optimizer = SM3([param], momentum=0.9, momentum_dtype=torch.int8)
+    optimizer.init_state()
+    saved = optimizer.state_dict()
+    saved["state"][0] = {**saved["state"][0], "momentum_scale": torch.zeros(70, 3)}
+    with pytest.raises(ValueError, match=r"momentum_scale.*\(70, 2\).*\(70, 3\)"):
+        optimizer.load_state_dict(saved)
+    del saved["state"][0]["momentum_scale"]
+    with pytest.raises(ValueError, match=r"momentum_scale.*\(70, 2\).*None"):
+        optimizer.load_state_dict(saved)
+
+
 def test_sm3_row_21_a_group_without_parameters_is_saved_and_loaded() -> None:
     (param,) = parameters((3, 4))
     optimizer = SM3([{"params": [param]}, {"params": [], "lr": 0.5}])

@@ -274,6 +274,8 @@ def test_capturable_refuses_parameters_on_the_cpu() -> None:
 def test_lazy_parameters_are_taken_before_their_shape_is_known(flags) -> None:
     model = torch.nn.LazyLinear(3)
     optimizer = SM3(model.parameters(), **flags)
+    optimizer.step()
+    assert not optimizer.state
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     assert optimizer.state[model.weight]["accumulator_1"].shape == (4,)

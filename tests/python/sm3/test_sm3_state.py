@@ -338,7 +338,7 @@ def test_sm3_row_20_replaced_parameters_leave_no_state_alive() -> None:
     twin.load_state_dict(model.state_dict())
     optimizer.param_groups[0]["params"] = list(twin.parameters())
     del model
-    with pytest.warns(UserWarning, match="dropped the state of 4 parameters"):
+    with pytest.warns(UserWarning, match="dropped the state of 4 parameter"):
         saved = optimizer.state_dict()
     gc.collect()
     assert old() is None and saved["state"] == {}
