@@ -8,6 +8,7 @@ file is imported, which torch's test file needs.
 from __future__ import annotations
 
 import unittest
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch.testing._internal.common_optimizers import (
     ErrorOptimizerInput,
     OptimizerInfo,
     OptimizerInput,
-    _get_optim_inputs_including_global_cliquey_kwargs,
     get_error_inputs_for_all_optims,
     optim_db,
 )
@@ -132,13 +132,19 @@ def pytest_configure() -> None:
 def configurations(*without: str) -> list[tuple[str, dict[str, Any]]]:
     """Return names and options of all inputs times all implementations.
 
+    torch's own list leaves foreach out on the CPU, which SM3 supports.
+
     Args:
         without: flags of implementations to leave out.
     """
-    inputs = _get_optim_inputs_including_global_cliquey_kwargs(
-        "cpu", torch.float32, register(), skip=without
-    )
-    return [(one.desc, one.kwargs) for one in inputs]
+    flags = [flag for flag in register().supported_impls if flag not in without]
+    found: list[tuple[str, dict[str, Any]]] = []
+    for one in optim_inputs("cpu"):
+        for chosen in (None, *flags):
+            options = {flag: flag == chosen for flag in flags}
+            name = one.desc + (f" & {chosen}" if chosen else "")
+            found.append((name, {**deepcopy(one.kwargs), **options}))
+    return found
 
 
 def model() -> tuple[Parameter, Parameter, Tensor]:
