@@ -161,7 +161,6 @@ def _works(group: dict[str, Any], rows: Iterable[tuple[Any, ...]]) -> list[Work]
         entry = Entry(
             owner=param,
             param=param,
-            state={},
             accumulators=list(sums),
             momentum_buffer=momentum,
             momentum_scale=scale,

@@ -61,7 +61,6 @@ class GatheringSM3(CheckpointedSM3):
         return Entry(
             owner=param,
             param=param,
-            state=state,
             accumulators=found,
             momentum_buffer=buffer,
             momentum_scale=state["momentum_scale"] if is_int8 else None,

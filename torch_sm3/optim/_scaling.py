@@ -33,7 +33,7 @@ def nonfinite(works: Sequence[Work]) -> Tensor | None:
         grads.setdefault(work.device, []).extend(values)
     total: Tensor | None = None
     for device, mine in grads.items():
-        found = torch.zeros((), device=device)
+        found = torch.zeros((), dtype=torch.float32, device=device)
         fusable = [grad for grad in mine if is_fusable(grad)]
         if fusable:
             _ops.sm3_nonfinite_(fusable, found)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from torch_sm3.optim._batch import ResolvedCover
 from torch_sm3.optim._options import MOMENTUM_DTYPES
+from torch_sm3.optim._storage import BLOCK
 
-#: Elements of an int8 momentum buffer that share a scale.
-SCALE_BLOCK = 256
 # Below this an int8 buffer saves nothing worth its rounding.
 _LEAST_INT8 = 4096
 
@@ -116,7 +115,7 @@ def follow(param: Tensor, state: dict[str, Any], step_on: torch.device) -> None:
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of the scales of an int8 buffer."""
-    return (*shape[:-1], math.ceil(shape[-1] / SCALE_BLOCK))
+    return (*shape[:-1], math.ceil(shape[-1] / BLOCK))
 
 
 def check_shapes(key: object, expected: Layout, saved: Mapping[str, Any]) -> None:

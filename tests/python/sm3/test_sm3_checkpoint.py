@@ -112,6 +112,22 @@ def test_a_hook_may_replace_the_state() -> None:
     assert torch.equal(optimizer.state[param]["accumulator_0"], torch.full((2,), 7.0))
 
 
+def test_a_hook_that_fails_after_the_load_leaves_the_loaded_state() -> None:
+    (param,) = parameters((3, 4))
+    optimizer = SM3([param])
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    expected = snapshot(optimizer)
+
+    def fail(_):
+        raise RuntimeError("mine")
+
+    optimizer.register_load_state_dict_post_hook(fail)
+    with pytest.raises(RuntimeError, match="mine"):
+        optimizer.load_state_dict(saved)
+    assert equal(snapshot(optimizer), expected)
+
+
 def test_missing_options_get_their_defaults() -> None:
     model = small_model()
     saved = SM3(model.parameters()).state_dict()

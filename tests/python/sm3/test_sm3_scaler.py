@@ -149,6 +149,20 @@ def test_a_skipped_first_step_creates_all_state(flags) -> None:
     assert all("momentum_buffer" in state for state in optimizer.state.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_the_default_dtype_is_no_part_of_the_flag(dtype) -> None:
+    (param,) = parameters((3,))
+    param.grad[1] = torch.inf
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        optimizer = SM3([param], skip_nonfinite=True)
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(before)
+    assert optimizer.skipped_steps == 1
+
+
 def test_both_flags_count_one_step() -> None:
     (param,) = parameters((3,))
     optimizer = SM3([param], skip_nonfinite=True)
