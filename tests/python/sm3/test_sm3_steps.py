@@ -228,8 +228,6 @@ def test_sm3_row_24_a_learning_rate_on_the_cpu_would_be_frozen(monkeypatch) -> N
 
 def test_sm3_row_24_graphs_are_for_capturable_groups(monkeypatch) -> None:
     capturing(monkeypatch)
-    lane = gather.Lane(
-        {**SM3([torch.zeros(1)]).defaults}, torch.device("cuda"), "fused"
-    )
+    lane = gather.Lane({**SM3([torch.zeros(1)]).defaults}, torch.device("cuda"), "loop")
     with pytest.raises(RuntimeError, match="param_groups' capturable is False"):
         gather._check_lane(lane)
