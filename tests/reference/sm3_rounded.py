@@ -89,8 +89,6 @@ class RoundedSM3:
         """Do one step on a dense gradient."""
         self.count += 1
         g, finite = self._gradient(grad)
-        if not self._w.size:
-            return
         coordinates = self._coordinates()
         every = np.ones(self.shape, bool)
         nu = self._accumulate(g * g, coordinates, every, 0)
@@ -142,6 +140,8 @@ class RoundedSM3:
     def _coordinates(self) -> list[tuple[np.ndarray, ...]]:
         """Return, per group, the indices of each element's accumulator."""
         flat = np.arange(self._w.size).reshape(self.shape)
+        if not flat.size:
+            return [tuple(flat for _ in group) or (flat,) for group in self.groups]
         if math.prod(self.view) != self._w.size:
             flat = flat + self.place.start
         if not self.view:
@@ -178,8 +178,8 @@ class RoundedSM3:
     ) -> np.ndarray:
         where = dict(enumerate(coordinates))
         if sparse_dim and self.o.compat in ("google", "enealor"):
-            rows = [k for k in where if self._within_rows(where[k])]
-            where = {k: where[k] for k in rows[:1] or where}
+            rows = [k for k in where if self._tells_rows(where[k])]
+            where = {k: where[k] for k in rows[:1] or [0]}
         if self.o.variant == "given":
             return self._least(where)
         nu = self._bound(self._least(where), square)
@@ -197,6 +197,10 @@ class RoundedSM3:
                 new = np.where(seen, new, self._mu[k])
             self._mu[k] = np.maximum(self._mu[k], new) if merge else new
         return self._least(where) if self.o.variant == "I" else nu
+
+    def _tells_rows(self, index: tuple[np.ndarray, ...]) -> bool:
+        """Tell whether an element's accumulator depends on its row."""
+        return any((i != i[:1]).any() for i in index)
 
     def _within_rows(self, index: tuple[np.ndarray, ...]) -> bool:
         """Tell whether elements that share an accumulator are all of one row."""
