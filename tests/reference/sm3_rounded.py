@@ -107,7 +107,10 @@ class RoundedSM3:
         touched[tuple(grad.indices().numpy())] = True
         if not touched.any():
             return
-        g, finite = self._gradient(grad.to_dense())
+        # Not to_dense(), which adds to 0 and so loses the sign of -0.
+        dense = torch.zeros(self.shape, dtype=grad.dtype)
+        dense[tuple(grad.indices())] = grad.values()
+        g, finite = self._gradient(dense)
         coordinates = self._coordinates()
         nu = self._accumulate(g * g, coordinates, touched, grad.sparse_dim())
         self._move(self._direction(g, finite, nu), touched)
@@ -146,7 +149,9 @@ class RoundedSM3:
             flat = flat + self.place.start
         if not self.view:
             return [(np.zeros_like(flat),) for _ in self.groups]
-        where = np.unravel_index(flat, self.view)
+        # NumPy 2.4 confuses the indices of large arrays of more than one dimension.
+        where = np.unravel_index(flat.ravel(), self.view)
+        where = [along.reshape(self.shape) for along in where]
         return [
             tuple(where[a] for a in group) or (np.zeros_like(flat),)
             for group in self.groups
