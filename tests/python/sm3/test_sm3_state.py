@@ -218,8 +218,9 @@ def test_copies_are_independent() -> None:
     for copied in (both, restored):
         state = next(iter(copied["optimizer"].state.values()))
         assert state["step"] == 2
-        assert copied["optimizer"].param_groups[0]["lr"] is not (
-            optimizer.param_groups[0]["lr"]
+        assert (
+            copied["optimizer"].param_groups[0]["lr"]
+            is not (optimizer.param_groups[0]["lr"])
         )
         train(copied["model"], copied["optimizer"], 1)
         assert equal_states(copied["optimizer"], optimizer)
