@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Registers torch.classes.torch_sm3.SM3.
+// GCC 12 takes the three slots that a tuple of torch has inline for all it has.
+#pragma GCC diagnostic ignored "-Warray-bounds"
+
 #include <sm3_script.h>
 
 #include <torch/custom_class.h>
-
-// GCC 12 takes the three slots that a tuple of torch has inline for all it has.
-#pragma GCC diagnostic ignored "-Warray-bounds"
 
 namespace torch_sm3::optim {
 namespace {
