@@ -1,158 +1,69 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <sm3_face.h>
 #include <torch_sm3/check.h>
+#include <torch_sm3/sm3_cover.h>
 
-#include <c10/util/accumulate.h>
+#include <c10/util/ArrayRef.h>
 
 #include <algorithm>
-#include <numeric>
+#include <set>
 #include <utility>
 
 namespace torch_sm3::optim {
 namespace {
 
-constexpr int64_t kMaxAxes = 62; // bits of a mask
-
-int64_t dim_of(int64_t dim, size_t rank) {
-  const int64_t wrapped = dim < 0 ? dim + static_cast<int64_t>(rank) : dim;
+void check_lists(const std::string& kind, const Cover::Axes& numbers) {
   TORCH_SM3_CHECK_VALUE(
-      wrapped >= 0 && wrapped < static_cast<int64_t>(rank),
+      !numbers.empty(),
       "SM3",
       "cover",
-      c10::str("a dimension of a parameter of rank ", rank),
-      dim);
-  return wrapped;
-}
-
-// Distinct axes in ascending order, so that equal groups have equal shapes.
-std::vector<int64_t> group_of(const std::vector<int64_t>& axes, size_t rank) {
-  std::vector<int64_t> group;
-  group.reserve(axes.size());
-  for (const int64_t axis : axes) {
-    group.push_back(dim_of(axis, rank));
-  }
-  std::sort(group.begin(), group.end());
+      c10::str("at least one list for ", kind),
+      "none");
+  const bool split = kind == "heads" || kind == "blocks";
   TORCH_SM3_CHECK_VALUE(
-      std::adjacent_find(group.begin(), group.end()) == group.end(),
+      !split ||
+          (numbers.size() == 1 && numbers[0].size() == 2 && numbers[0][1] > 0),
       "SM3",
       "cover",
-      "distinct axes in a group",
-      at::IntArrayRef(axes));
-  return group;
-}
-
-Cover::Axes groups_of(const Cover::Axes& axes, size_t rank) {
-  Cover::Axes groups;
-  for (const auto& group : axes) {
-    groups.push_back(group_of(group, rank));
-  }
+      c10::str("a dimension and a number >= 1 for ", kind),
+      c10::IntArrayRef(numbers[0]));
+  const auto free = std::count(numbers[0].begin(), numbers[0].end(), -1);
+  const bool sizes =
+      std::all_of(numbers[0].begin(), numbers[0].end(), [](int64_t size) {
+        return size >= -1;
+      });
   TORCH_SM3_CHECK_VALUE(
-      !groups.empty(), "SM3", "cover", "at least one group of axes", "none");
-  return groups;
-}
-
-std::vector<int64_t> all_axes(size_t rank) {
-  std::vector<int64_t> axes(rank);
-  std::iota(axes.begin(), axes.end(), 0);
-  return axes;
-}
-
-Cover::Axes single_axes(size_t rank) {
-  Cover::Axes groups;
-  for (const int64_t axis : all_axes(rank)) {
-    groups.push_back({axis});
-  }
-  return groups;
-}
-
-// The number of a size-1 axis is never the least one: the axis goes, and with
-// it a group that holds nothing else, unless it is the only one.
-ResolvedCover without_ones(const ResolvedCover& cover) {
-  ResolvedCover kept;
-  std::vector<int64_t> place(cover.view.size(), -1);
-  for (size_t axis = 0; axis < cover.view.size(); ++axis) {
-    if (cover.view[axis] != 1) {
-      place[axis] = static_cast<int64_t>(kept.view.size());
-      kept.view.push_back(cover.view[axis]);
-    }
-  }
-  for (const auto& axes : cover.axes) {
-    std::vector<int64_t> group;
-    for (const int64_t axis : axes) {
-      if (place[axis] >= 0) {
-        group.push_back(place[axis]);
-      }
-    }
-    if (!group.empty()) {
-      kept.axes.push_back(std::move(group));
-    }
-  }
-  if (kept.axes.empty()) {
-    kept.axes.push_back({});
-  }
-  return kept;
-}
-
-ResolvedCover named_cover(const std::string& kind, at::IntArrayRef shape) {
-  const ResolvedCover whole{shape.vec(), single_axes(shape.size())};
-  ResolvedCover cover = without_ones(whole);
-  const int64_t sum =
-      std::accumulate(cover.view.begin(), cover.view.end(), int64_t{0});
-  const int64_t product = c10::multiply_integers(cover.view);
-  if (product == 0 || kind == "diagonal" ||
-      (kind == "auto" && sum >= product)) {
-    cover.axes = {all_axes(cover.view.size())};
-  }
-  return cover;
-}
-
-// A piece of `dim` by itself: its axis belongs to every group.
-ResolvedCover split_cover(const Cover& cover, at::IntArrayRef shape) {
-  const int64_t dim = dim_of(cover.numbers()[0][0], shape.size());
-  const int64_t number = cover.numbers()[0][1];
-  TORCH_SM3_CHECK_VALUE(
-      number > 0 && shape[dim] % number == 0,
+      kind != "view" || (free <= 1 && sizes),
       "SM3",
       "cover",
-      c10::str(cover.kind(), " that divide dimension ", dim, " of ", shape),
-      number);
-  const int64_t other = shape[dim] / number;
-  ResolvedCover split{shape.vec(), {}};
-  split.view[dim] = cover.kind() == "heads" ? other : number;
-  split.view.insert(
-      split.view.begin() + dim, cover.kind() == "heads" ? number : other);
-  for (const int64_t axis : all_axes(split.view.size())) {
-    if (axis != dim) {
-      split.axes.push_back({std::min(axis, dim), std::max(axis, dim)});
-    }
-  }
-  return split;
+      "sizes >= 0, or one -1",
+      c10::IntArrayRef(numbers[0]));
 }
 
-ResolvedCover view_cover(const Cover& cover, at::IntArrayRef shape) {
-  ResolvedCover made{cover.numbers()[0], {}};
-  const int64_t numel = c10::multiply_integers(shape);
-  const auto free = std::find(made.view.begin(), made.view.end(), -1);
-  if (free != made.view.end()) {
-    *free = 1;
-    const int64_t rest = c10::multiply_integers(made.view);
-    *free = rest == 0 ? 0 : numel / rest;
+void check_groups(const std::string& kind, const Cover::Axes& numbers) {
+  int64_t next = 0;
+  for (size_t i = kind == "view" ? 1 : 0; i < numbers.size(); ++i) {
+    const std::set<int64_t> distinct(numbers[i].begin(), numbers[i].end());
+    TORCH_SM3_CHECK_VALUE(
+        distinct.size() == numbers[i].size(),
+        "SM3",
+        "cover",
+        "no axis twice in a group",
+        c10::IntArrayRef(numbers[i]));
+    for (const int64_t dim : numbers[i]) {
+      TORCH_SM3_CHECK_VALUE(
+          kind != "merge" || dim == next++,
+          "SM3",
+          "cover",
+          "every dimension once and in order in merge",
+          c10::IntArrayRef(numbers[i]));
+    }
+    TORCH_SM3_CHECK_VALUE(
+        kind != "merge" || !numbers[i].empty(),
+        "SM3",
+        "cover",
+        "no empty group in merge",
+        c10::IntArrayRef(numbers[i]));
   }
-  const bool fits = std::all_of(
-                        made.view.begin(),
-                        made.view.end(),
-                        [](int64_t n) { return n >= 0; }) &&
-                    c10::multiply_integers(made.view) == numel;
-  TORCH_SM3_CHECK_VALUE(
-      fits,
-      "SM3",
-      "cover",
-      c10::str("a view of the ", numel, " elements of a parameter of ", shape),
-      at::IntArrayRef(cover.numbers()[0]));
-  const Cover::Axes groups{cover.numbers().begin() + 1, cover.numbers().end()};
-  made.axes = groups.empty() ? single_axes(made.view.size())
-                             : groups_of(groups, made.view.size());
-  return made;
 }
 
 } // namespace
@@ -191,81 +102,31 @@ Cover Cover::blocks(int64_t dim, int64_t size) {
   return restore("blocks", {{dim, size}});
 }
 
+Cover Cover::axes(Axes groups) {
+  return restore("axes", std::move(groups));
+}
+
 Cover Cover::view(std::vector<int64_t> sizes, Axes groups) {
   groups.insert(groups.begin(), std::move(sizes));
   return restore("view", std::move(groups));
 }
 
 Cover Cover::restore(const std::string& kind, Axes numbers) {
-  if (kind == "heads" || kind == "blocks") {
-    TORCH_SM3_CHECK_VALUE(
-        numbers.size() == 1 && numbers[0].size() == 2,
-        "SM3",
-        "cover",
-        c10::str("a dimension and a number for ", kind),
-        c10::str(numbers.size(), " lists"));
-  } else if (kind == "merge" || kind == "view") {
-    TORCH_SM3_CHECK_VALUE(
-        !numbers.empty(),
-        "SM3",
-        "cover",
-        c10::str("at least one list for ", kind),
-        "none");
-    const auto free = [](const auto& sizes) {
-      return std::count(sizes.begin(), sizes.end(), -1);
-    };
-    TORCH_SM3_CHECK_VALUE(
-        kind == "merge" || free(numbers[0]) <= 1,
-        "SM3",
-        "cover",
-        "at most one -1 in a view",
-        at::IntArrayRef(numbers[0]));
-  } else {
-    TORCH_SM3_CHECK_VALUE(
-        numbers.empty(),
-        "SM3",
-        "cover",
-        c10::str("no list for \"", kind, "\""),
-        c10::str(numbers.size(), " lists"));
-    return {kind};
-  }
-  return {kind, std::move(numbers)};
-}
-
-void ResolvedCover::encode(std::vector<int64_t>& numbers) const {
-  numbers.push_back(static_cast<int64_t>(view.size()));
-  numbers.insert(numbers.end(), view.begin(), view.end());
-  numbers.push_back(static_cast<int64_t>(axes.size()));
-  for (const auto& group : axes) {
-    int64_t mask = 0;
-    for (const int64_t axis : group) {
-      mask |= int64_t{1} << axis;
+  const bool split = kind == "heads" || kind == "blocks";
+  if (split || kind == "merge" || kind == "axes" || kind == "view") {
+    check_lists(kind, numbers);
+    if (!split) {
+      check_groups(kind, numbers);
     }
-    numbers.push_back(mask);
-  }
-}
-
-ResolvedCover
-resolve_cover(const Cover& cover, at::IntArrayRef shape, bool named) {
-  const std::string& kind = cover.kind();
-  ResolvedCover made;
-  if (kind == "heads" || kind == "blocks") {
-    made = without_ones(split_cover(cover, shape));
-  } else if (kind == "merge") {
-    made =
-        without_ones({shape.vec(), groups_of(cover.numbers(), shape.size())});
-  } else if (kind == "view") {
-    made = view_cover(cover, shape);
-  } else {
-    made = named_cover(kind == "auto" && named ? "standard" : kind, shape);
+    return {kind, std::move(numbers)};
   }
   TORCH_SM3_CHECK_VALUE(
-      static_cast<int64_t>(made.view.size()) <= kMaxAxes,
+      numbers.empty(),
       "SM3",
       "cover",
-      c10::str("at most ", kMaxAxes, " axes"),
-      made.view.size());
-  return made;
+      c10::str("no list for \"", kind, "\""),
+      c10::str(numbers.size(), " lists"));
+  return {kind};
 }
 
 } // namespace torch_sm3::optim

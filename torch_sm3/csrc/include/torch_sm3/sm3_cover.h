@@ -38,15 +38,17 @@ class TORCH_SM3_API Cover {
   static Cover standard();
   /// One number per element: Adagrad.
   static Cover diagonal();
-  /// One accumulator per group of dimensions, for example {{0}, {1, 2, 3}} for
-  /// the weight of a convolution.
+  /// One vector per group of neighbouring dimensions, for example {{0}, {1, 2,
+  /// 3}} for the weight of a convolution.
   static Cover merge(Axes groups);
   /// Splits `dim` into `n` heads, each with vectors of its own.
   static Cover heads(int64_t dim, int64_t n);
   /// Splits `dim` into blocks of `size`, each with vectors of its own.
   static Cover blocks(int64_t dim, int64_t size);
 
-  /// Groups the axes of a view.
+  /// One accumulator per group of dimensions, any of them.
+  static Cover axes(Axes groups);
+  /// One accumulator per group of axes of a view.
   /// \param sizes  their product is the number of elements; one may be -1
   /// \param groups of distinct axes of the view; none stands for each axis by
   ///               itself
@@ -56,7 +58,7 @@ class TORCH_SM3_API Cover {
   static Cover restore(const std::string& kind, Axes numbers);
 
   /// How it was made: "auto", "standard", "diagonal", "merge", "heads",
-  /// "blocks" or "view".
+  /// "blocks", "axes" or "view".
   const std::string& kind() const {
     return kind_;
   }
