@@ -84,6 +84,21 @@ on_device(const std::optional<at::Tensor>& tensor, at::Device device) {
   return tensor->to(device, /*non_blocking=*/true);
 }
 
+bool rows_only(const SM3Options& options) {
+  return options.compat() == "google" || options.compat() == "enealor";
+}
+
+void warn_stale(SM3ParamState& state, const SM3Options& options) {
+  if (state.stale()) {
+    TORCH_WARN_ONCE(
+        "SM3: a dense gradient reads accumulators that sparse gradients left "
+        "behind under compat \"",
+        options.compat(),
+        "\", which moves the rows' alone.");
+    state.stale(false);
+  }
+}
+
 SM3UpdateOptions update_options(
     const std::vector<const Slot*>& slots,
     at::Device device,
@@ -112,7 +127,8 @@ void step_dense(const Batch& batch, const Signals& signals) {
   bool scaled = false;
   const at::Tensor none = at::empty({0}, batch.slots[0]->param.options());
   for (const Slot* slot : batch.slots) {
-    const SM3ParamState& state = *slot->state;
+    SM3ParamState& state = *slot->state;
+    warn_stale(state, o);
     params.push_back(slot->param);
     steps.push_back(state.step());
     for (const at::Tensor& numbers : state.accumulators()) {
@@ -161,6 +177,8 @@ void step_sparse(
       slot.state->step(),
       slot.options->lr(),
       update_options({&slot}, slot.param.device(), signals));
+  slot.state->stale(
+      rows_only(*slot.options) && slot.state->accumulators().size() > 1);
 }
 
 // Adds to found_inf what the gradients say, one flag per device, summed.

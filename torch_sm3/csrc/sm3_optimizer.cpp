@@ -100,6 +100,10 @@ void SM3::check_groups() {
     entry = stale ? state_.erase(entry) : std::next(entry);
     dropped += stale ? 1 : 0;
   }
+  for (auto hint = extras_->hints.begin(); hint != extras_->hints.end();) {
+    const bool stale = live.count(hint->first) == 0;
+    hint = stale ? extras_->hints.erase(hint) : std::next(hint);
+  }
   if (dropped > 0) {
     TORCH_WARN_ONCE(
         "SM3: dropped the state of ",

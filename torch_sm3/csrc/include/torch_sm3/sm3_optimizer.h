@@ -89,6 +89,9 @@ struct TORCH_SM3_API SM3ParamState
   TORCH_ARG(at::Tensor, momentum_scale);
   /// What rounding has lost, with `kahan`.
   TORCH_ARG(at::Tensor, compensation);
+  /// Whether a sparse step under "google" or "enealor" has left all accumulators
+  /// but the rows' behind. Not kept in archives.
+  TORCH_ARG(bool, stale) = false;
 
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
