@@ -35,9 +35,11 @@ def cpu_capability() -> str:
 # --- SM3 -------------------------------------------------------------------
 
 
-def sm3_accumulators(param: Tensor) -> list[Tensor]:
+def sm3_accumulators(
+    param: Tensor, covers: Sequence[int] = (), compat: str = ""
+) -> list[Tensor]:
     """Return the zero accumulators of one parameter."""
-    return _ops.sm3_accumulators(param)
+    return _ops.sm3_accumulators(param, covers, compat)
 
 
 def sm3_update_(
@@ -45,28 +47,25 @@ def sm3_update_(
     grads: list[Tensor],
     accumulators: list[Tensor],
     momentum_buffers: list[Tensor],
-    *,
+    momentum_scales: list[Tensor],
+    compensations: list[Tensor],
     steps: list[Tensor],
-    lr: float,
-    momentum: float,
-    beta2: float,
-    eps: float | None,
-    weight_decay: float,
-    maximize: bool,
+    *,
+    lr: float | Tensor,
+    **options: Any,
 ) -> None:
-    """Do one step of SM3-II on a list of parameters, in place."""
-    _ops.sm3_update_(
+    """Do one step of SM3 on a list of parameters, in place."""
+    op = _ops.sm3_update_
+    (op.tensor_lr if isinstance(lr, Tensor) else op.default)(
         params,
         grads,
         accumulators,
         momentum_buffers,
-        steps=steps,
+        momentum_scales,
+        compensations,
+        steps,
         lr=lr,
-        momentum=momentum,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
+        **options,
     )
 
 

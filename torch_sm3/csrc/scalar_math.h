@@ -8,6 +8,7 @@
 /// instruction sets, and a function with external linkage could be taken by the
 /// linker from the file of the strongest one and run on a machine without it.
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -21,6 +22,13 @@ namespace torch_sm3 {
 
 /// Element types of tensors that kernels read and write.
 enum class ScalarKind : int8_t { kFloat32, kFloat64, kFloat16, kBFloat16 };
+
+/// Bytes of one element.
+TORCH_SM3_INLINE int64_t size_of(ScalarKind kind) {
+  return kind == ScalarKind::kFloat64   ? 8
+         : kind == ScalarKind::kFloat32 ? 4
+                                        : 2;
+}
 
 /// A float16 as its bits; arithmetic happens in float or double.
 struct Half {
@@ -65,6 +73,14 @@ TORCH_SM3_INLINE float to_float(Half x) {
   const uint32_t magnitude = exponent == 0 ? float_bits(subnormal) : bits;
   return float_from_bits(
       magnitude | (static_cast<uint32_t>(x.bits & 0x8000u) << 16));
+}
+
+/// Rounds correctly, as IEEE asks.
+TORCH_SM3_INLINE float square_root(float x) {
+  return sqrtf(x);
+}
+TORCH_SM3_INLINE double square_root(double x) {
+  return sqrt(x);
 }
 
 /// Converts to float64, exactly.

@@ -1,131 +1,88 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <sm3_update.h>
-#include <torch_sm3/sm3.h>
+#include <sm3_arguments.h>
+#include <torch_sm3/sm3_ops.h>
 
-#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/irange.h>
 #include <torch/library.h>
 
 namespace torch_sm3 {
-
-std::vector<c10::SymInt> SM3Cover::shape(size_t index) const {
-  if (!diagonal) {
-    return {view[index]};
-  }
-  return view.empty() ? std::vector<c10::SymInt>{1} : view;
-}
-
-size_t SM3Cover::count() const {
-  return diagonal ? 1 : view.size();
-}
-
-SM3Cover sm3_cover(c10::SymIntArrayRef sizes) {
-  SM3Cover cover;
-  c10::SymInt sum = 0;
-  c10::SymInt product = 1;
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    // The number of a size-1 dimension is never the least one.
-    if (sizes[d] != 1) {
-      cover.dims.push_back(static_cast<int64_t>(d));
-      cover.view.push_back(sizes[d]);
-      sum = sum + sizes[d];
-      product = product * sizes[d];
-    }
-  }
-  cover.diagonal = cover.view.size() < 2 || sum >= product;
-  return cover;
-}
-
-void bump_sm3_versions(const SM3Arguments& a) {
-  for (const at::TensorList& list :
-       {a.params, a.accumulators, a.momentum_buffers, a.steps}) {
-    for (const at::Tensor& tensor : list) {
-      if (!tensor.is_inference()) {
-        tensor.unsafeGetTensorImpl()->bump_version();
-      }
-    }
-  }
-}
-
-SM3Hyperparameters sm3_hyperparameters(
-    double lr,
-    double momentum,
-    double beta2,
-    std::optional<double> eps,
-    double weight_decay,
-    bool maximize) {
-  // 1e-30: small enough that a zero gradient is an exact no-op.
-  return {lr, momentum, beta2, eps.value_or(1e-30), weight_decay, maximize};
-}
-
 namespace {
 
-ScalarKind kind_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kDouble:
-      return ScalarKind::kFloat64;
-    case at::kHalf:
-      return ScalarKind::kFloat16;
-    case at::kBFloat16:
-      return ScalarKind::kBFloat16;
-    default:
-      return ScalarKind::kFloat32;
-  }
+// Calls an operator by its schema: the arguments before `lr` come as they are,
+// those after it from `options`.
+void call(
+    const char* name,
+    const char* overload,
+    torch::jit::Stack stack,
+    const SM3UpdateOptions& options) {
+  const auto push = [&](c10::IValue value) {
+    stack.push_back(std::move(value));
+  };
+  push(options.momentum);
+  push(options.beta2);
+  push(options.eps);
+  push(options.weight_decay);
+  push(options.maximize);
+  push(options.variant);
+  push(options.compat);
+  push(options.covers);
+  push(options.global_index);
+  push(options.stochastic_rounding);
+  push(options.seed);
+  push(options.grad_scale);
+  push(options.found_inf);
+  push(options.skipped);
+  c10::Dispatcher::singleton()
+      .findSchemaOrThrow(name, overload)
+      .callBoxed(&stack);
 }
 
-std::vector<int64_t>
-strides_of(const at::Tensor& tensor, const std::vector<int64_t>& dims) {
-  std::vector<int64_t> strides;
-  strides.reserve(dims.size());
-  for (const int64_t d : dims) {
-    strides.push_back(tensor.stride(d));
+torch::jit::Stack dense_stack(
+    at::TensorList params,
+    at::TensorList grads,
+    at::TensorList accumulators,
+    at::TensorList momentum_buffers,
+    at::TensorList momentum_scales,
+    at::TensorList compensations,
+    at::TensorList steps) {
+  torch::jit::Stack stack;
+  for (const at::TensorList& list :
+       {params,
+        grads,
+        accumulators,
+        momentum_buffers,
+        momentum_scales,
+        compensations,
+        steps}) {
+    stack.emplace_back(list.vec());
   }
-  if (strides.empty()) {
-    strides.push_back(1);
-  }
-  return strides;
+  return stack;
 }
 
 } // namespace
 
-SM3Layout sm3_layout(const SM3Arguments& a, const SM3Item& item) {
-  const at::Tensor& param = a.params[item.index];
-  const at::Tensor& grad = a.grads[item.index];
-  SM3Layout layout;
-  for (const int64_t d : item.cover.dims) {
-    layout.sizes.push_back(param.size(d));
-  }
-  if (layout.sizes.empty()) {
-    layout.sizes.push_back(1);
-  }
-  layout.param_strides = strides_of(param, item.cover.dims);
-  layout.grad_strides = strides_of(grad, item.cover.dims);
-  layout.param = param.mutable_data_ptr();
-  layout.grad = grad.const_data_ptr();
-  layout.param_kind = kind_of(param);
-  layout.grad_kind = kind_of(grad);
-  layout.momentum = nullptr;
-  layout.momentum_strides = layout.param_strides;
-  if (!a.momentum_buffers.empty()) {
-    const at::Tensor& buffer = a.momentum_buffers[item.index];
-    layout.momentum = buffer.mutable_data_ptr();
-    layout.momentum_strides = strides_of(buffer, item.cover.dims);
-  }
-  layout.diagonal = item.cover.diagonal;
-  return layout;
-}
-
-std::vector<at::Tensor> sm3_accumulators(const at::Tensor& param) {
-  check_sm3_param(param, 0);
-  const SM3Cover cover = sm3_cover(param.sym_sizes());
-  std::vector<at::Tensor> accumulators;
-  for (size_t k = 0; k < cover.count(); ++k) {
-    accumulators.push_back(
-        at::zeros_symint(
-            cover.shape(k),
-            param.options().dtype(sm3_accumulator_dtype(param))));
-  }
-  return accumulators;
+void sm3_update_(
+    at::TensorList params,
+    at::TensorList grads,
+    at::TensorList accumulators,
+    at::TensorList momentum_buffers,
+    at::TensorList momentum_scales,
+    at::TensorList compensations,
+    at::TensorList steps,
+    double lr,
+    const SM3UpdateOptions& options) {
+  torch::jit::Stack stack = dense_stack(
+      params,
+      grads,
+      accumulators,
+      momentum_buffers,
+      momentum_scales,
+      compensations,
+      steps);
+  stack.emplace_back(lr);
+  call("torch_sm3::sm3_update_", "", std::move(stack), options);
 }
 
 void sm3_update_(
@@ -133,75 +90,207 @@ void sm3_update_(
     at::TensorList grads,
     at::TensorList accumulators,
     at::TensorList momentum_buffers,
+    at::TensorList momentum_scales,
+    at::TensorList compensations,
     at::TensorList steps,
-    double lr,
-    double momentum,
-    double beta2,
-    std::optional<double> eps,
-    double weight_decay,
-    bool maximize) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("torch_sm3::sm3_update_", "")
-                             .typed<void(
-                                 at::TensorList,
-                                 at::TensorList,
-                                 at::TensorList,
-                                 at::TensorList,
-                                 at::TensorList,
-                                 double,
-                                 double,
-                                 double,
-                                 std::optional<double>,
-                                 double,
-                                 bool)>();
-  op.call(
+    const at::Tensor& lr,
+    const SM3UpdateOptions& options) {
+  torch::jit::Stack stack = dense_stack(
       params,
       grads,
       accumulators,
       momentum_buffers,
-      steps,
-      lr,
-      momentum,
-      beta2,
-      eps,
-      weight_decay,
-      maximize);
+      momentum_scales,
+      compensations,
+      steps);
+  stack.emplace_back(lr);
+  call("torch_sm3::sm3_update_", "tensor_lr", std::move(stack), options);
+}
+
+void sm3_sparse_update_(
+    const at::Tensor& param,
+    const at::Tensor& indices,
+    const at::Tensor& values,
+    at::TensorList accumulators,
+    at::TensorList compensations,
+    const at::Tensor& step,
+    double lr,
+    const SM3UpdateOptions& options) {
+  call(
+      "torch_sm3::sm3_sparse_update_",
+      "",
+      {param, indices, values, accumulators.vec(), compensations.vec(), step, lr},
+      options);
+}
+
+void sm3_sparse_update_(
+    const at::Tensor& param,
+    const at::Tensor& indices,
+    const at::Tensor& values,
+    at::TensorList accumulators,
+    at::TensorList compensations,
+    const at::Tensor& step,
+    const at::Tensor& lr,
+    const SM3UpdateOptions& options) {
+  call(
+      "torch_sm3::sm3_sparse_update_",
+      "tensor_lr",
+      {param, indices, values, accumulators.vec(), compensations.vec(), step, lr},
+      options);
+}
+
+std::vector<at::Tensor> sm3_accumulators(
+    const at::Tensor& param,
+    at::IntArrayRef covers,
+    std::string_view compat) {
+  check_sm3_param("sm3_accumulators", param, 0);
+  auto chosen = sm3_decode_covers("sm3_accumulators", covers, 1)[0];
+  const SM3Cover cover = chosen ? std::move(*chosen)
+                                : sm3_automatic_cover(
+                                      param.sym_sizes(), !compat.empty());
+  std::vector<at::Tensor> accumulators;
+  for (const auto group : c10::irange(cover.groups.size())) {
+    accumulators.push_back(
+        at::zeros_symint(
+            cover.shape(group),
+            param.options().dtype(sm3_accumulator_dtype(param))));
+  }
+  return accumulators;
+}
+
+std::vector<at::Tensor> sm3_maxima(
+    at::TensorList grads,
+    at::IntArrayRef covers,
+    const std::optional<at::Tensor>& grad_scale) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("torch_sm3::sm3_maxima", "")
+                             .typed<std::vector<at::Tensor>(
+                                 at::TensorList,
+                                 at::IntArrayRef,
+                                 const std::optional<at::Tensor>&)>();
+  return op.call(grads, covers, grad_scale);
+}
+
+void sm3_nonfinite_(at::TensorList grads, const at::Tensor& found) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("torch_sm3::sm3_nonfinite_", "")
+          .typed<void(at::TensorList, const at::Tensor&)>();
+  op.call(grads, found);
+}
+
+std::vector<SM3Cover> check_sm3_maxima(
+    at::TensorList grads,
+    at::IntArrayRef covers,
+    const std::optional<at::Tensor>& grad_scale) {
+  if (grad_scale) {
+    check_sm3_number("sm3_maxima", "grad_scale", *grad_scale);
+  }
+  auto decoded = sm3_decode_covers("sm3_maxima", covers, grads.size());
+  std::vector<SM3Cover> chosen;
+  for (const auto i : c10::irange(grads.size())) {
+    check_sm3_grad("sm3_maxima", grads[i], i);
+    chosen.push_back(
+        decoded[i] ? std::move(*decoded[i])
+                   : sm3_automatic_cover(grads[i].sym_sizes(), false));
+    TORCH_CHECK_VALUE(
+        chosen[i].numel() == grads[i].sym_numel(),
+        "sm3_maxima: expected a view of ",
+        grads[i].sym_numel(),
+        " elements for gradient ",
+        i,
+        ", but got ",
+        chosen[i].numel(),
+        " (argument 'covers')");
+  }
+  return chosen;
+}
+
+at::Tensor
+sm3_empty_maxima(const at::Tensor& grad, const SM3Cover& cover, size_t group) {
+  return at::empty_symint(
+      cover.shape(group), grad.options().dtype(sm3_accumulator_dtype(grad)));
+}
+
+void check_sm3_nonfinite(at::TensorList grads, const at::Tensor& found) {
+  check_sm3_number("sm3_nonfinite_", "found", found);
+  TORCH_CHECK_VALUE(
+      found.scalar_type() == at::kFloat,
+      "sm3_nonfinite_: expected a float32 tensor, but got ",
+      found.scalar_type(),
+      " (argument 'found')");
+  for (const auto i : c10::irange(grads.size())) {
+    check_sm3_grad("sm3_nonfinite_", grads[i], i);
+    TORCH_CHECK_VALUE(
+        grads[i].device() == found.device(),
+        "sm3_nonfinite_: expected gradients on ",
+        found.device(),
+        ", but got ",
+        grads[i].device(),
+        " at index ",
+        i,
+        " (argument 'grads')");
+  }
 }
 
 namespace {
 
-void sm3_update_meta(
-    at::TensorList params,
-    at::TensorList grads,
-    at::TensorList accumulators,
-    at::TensorList momentum_buffers,
-    at::TensorList steps,
-    double lr,
-    double momentum,
-    double beta2,
-    std::optional<double> eps,
-    double weight_decay,
-    bool maximize) {
-  check_sm3_update(
-      {params,
-       grads,
-       accumulators,
-       momentum_buffers,
-       steps,
-       sm3_hyperparameters(lr, momentum, beta2, eps, weight_decay, maximize)});
+void sm3_update_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  SM3Arguments arguments = take_sm3_arguments(op, stack);
+  check_sm3(arguments);
 }
+
+std::vector<at::Tensor> sm3_maxima_meta(
+    at::TensorList grads,
+    at::IntArrayRef covers,
+    const std::optional<at::Tensor>& grad_scale) {
+  const auto chosen = check_sm3_maxima(grads, covers, grad_scale);
+  std::vector<at::Tensor> out;
+  for (const auto i : c10::irange(grads.size())) {
+    for (const auto group : c10::irange(chosen[i].groups.size())) {
+      out.push_back(sm3_empty_maxima(grads[i], chosen[i], group));
+    }
+  }
+  return out;
+}
+
+constexpr const char* kOptions =
+    "float momentum=0., float beta2=1., float? eps=None, "
+    "float weight_decay=0., bool maximize=False, str variant=\"II\", "
+    "str compat=\"\", int[] covers=[], int[] global_index=[], "
+    "bool stochastic_rounding=False, int seed=0, Tensor? grad_scale=None, "
+    "Tensor? found_inf=None, Tensor(g!)? skipped=None) -> ()";
+
+// "-> *" on the first list: the alias analysis of TorchScript follows a write
+// into a list but not on into its tensors, and would remove the call as dead.
+constexpr const char* kDense =
+    "(Tensor(a! -> *)[] params, Tensor[] grads, Tensor(b!)[] accumulators, "
+    "Tensor(c!)[] momentum_buffers, Tensor(d!)[] momentum_scales, "
+    "Tensor(e!)[] compensations, Tensor(f!)[] steps, *, ";
+
+constexpr const char* kSparse =
+    "(Tensor(a!) param, Tensor indices, Tensor values, "
+    "Tensor(b!)[] accumulators, Tensor(e!)[] compensations, Tensor(f!) step, "
+    "*, ";
 
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
-  m.def("sm3_accumulators(Tensor param) -> Tensor[]");
-  // "-> *" on the first list: the alias analysis of TorchScript follows a write
-  // into a list but not on into its tensors, and would remove the call as dead.
+  const auto define = [&](const char* name, const char* inputs) {
+    m.def(c10::str(name, inputs, "float lr, ", kOptions).c_str());
+    const auto other =
+        c10::str(name, ".tensor_lr", inputs, "Tensor lr, ", kOptions);
+    m.def(other.c_str());
+  };
+  define("sm3_update_", kDense);
+  define("sm3_sparse_update_", kSparse);
   m.def(
-      "sm3_update_(Tensor(a! -> *)[] params, Tensor[] grads, "
-      "Tensor(b!)[] accumulators, Tensor(c!)[] momentum_buffers, "
-      "Tensor(f!)[] steps, *, float lr, float momentum=0., float beta2=1., "
-      "float? eps=None, float weight_decay=0., bool maximize=False) -> ()");
+      "sm3_accumulators(Tensor param, int[] covers=[], str compat=\"\") "
+      "-> Tensor[]");
+  m.def(
+      "sm3_maxima(Tensor[] grads, int[] covers=[], *, "
+      "Tensor? grad_scale=None) -> Tensor[]");
+  m.def("sm3_nonfinite_(Tensor[] grads, Tensor(a!) found) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(torch_sm3, CompositeExplicitAutograd, m) {
@@ -209,7 +298,16 @@ TORCH_LIBRARY_IMPL(torch_sm3, CompositeExplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(torch_sm3, Meta, m) {
-  m.impl("sm3_update_", &sm3_update_meta);
+  for (const char* name :
+       {"sm3_update_",
+        "sm3_update_.tensor_lr",
+        "sm3_sparse_update_",
+        "sm3_sparse_update_.tensor_lr"}) {
+    m.impl(
+        name, torch::CppFunction::makeFromBoxedFunction<&sm3_update_meta>());
+  }
+  m.impl("sm3_maxima", &sm3_maxima_meta);
+  m.impl("sm3_nonfinite_", &check_sm3_nonfinite);
 }
 
 } // namespace torch_sm3

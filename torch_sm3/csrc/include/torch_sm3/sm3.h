@@ -2,9 +2,7 @@
 #pragma once
 
 /// \file
-/// SM3, memory-efficient adaptive optimization (arXiv 1901.11150): Adagrad
-/// whose per-element sums are replaced by one number per row, column, ... of a
-/// tensor. A matrix of m x n elements keeps m + n numbers.
+/// SM3, whole.
 
 #include <torch_sm3/sm3_ops.h>
 #include <torch_sm3/sm3_optimizer.h>

@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <sm3_cpu.h>
+
+#include <ATen/Parallel.h>
+#include <c10/util/irange.h>
+
+#include <algorithm>
+#include <unordered_map>
+
+namespace torch_sm3 {
+namespace {
+
+// What one accumulator has to do with dimension 0, whose indices are "rows".
+struct Role {
+  bool holds_rows;  // some axis of dimension 0 is its own
+  bool within_rows; // each set lies in one row
+};
+
+Role role_of(const SM3Geometry& g, const SM3Group& group, int64_t rows) {
+  const int64_t row = rows > 0 ? g.numel / rows : 0; // elements of one
+  Role role{false, true};
+  int64_t after = 1;
+  for (size_t axis = g.view.size(); axis-- > 0;) {
+    const int64_t from = after;
+    after *= g.view[axis];
+    const bool of_rows = after > row && after > from;
+    role.holds_rows |= of_rows && group.strides[axis] != 0;
+    role.within_rows &= !of_rows || group.strides[axis] != 0;
+  }
+  return role;
+}
+
+template <class C>
+class SparseUpdate {
+ public:
+  SparseUpdate(
+      const SM3Geometry& g,
+      const SM3Hyperparameters& h,
+      const SM3Coefficients<C>& k,
+      const at::Tensor& indices,
+      const at::Tensor& values,
+      c10::IntArrayRef sizes)
+      : g_(g),
+        h_(h),
+        k_(k),
+        values_(values.const_data_ptr<C>()),
+        count_(indices.size(1)) {
+    chunk_ = 1;
+    for (int64_t d = indices.size(0); d < static_cast<int64_t>(sizes.size());
+         ++d) {
+      chunk_ *= sizes[d];
+    }
+    find_starts(indices, sizes);
+    choose_groups(sizes);
+    // Without axes of its own, an axis of dimension 0 is as any other.
+    lazy_ = h.beta2 < 1;
+    assigns_ = lazy_ && indices.size(0) == 1 && !h.keep_larger;
+  }
+
+  void run() {
+    bounds_.resize(count_ * chunk_);
+    if (h_.variant == SM3Variant::kI) {
+      accumulate_squares();
+      k_.given = true;
+    }
+    at::parallel_for(
+        0, count_, grain(), [&](int64_t begin, int64_t end) {
+          for (int64_t n = begin; n < end; ++n) {
+            update_chunk(n);
+          }
+        });
+    if (h_.variant == SM3Variant::kII) {
+      keep_bounds();
+    }
+  }
+
+ private:
+  int64_t grain() const {
+    return std::max<int64_t>(1, kSM3Grain / std::max<int64_t>(1, chunk_));
+  }
+
+  // The first element of each named row.
+  void find_starts(const at::Tensor& indices, c10::IntArrayRef sizes) {
+    const at::Tensor coordinates = indices.contiguous();
+    const auto* at = coordinates.const_data_ptr<int64_t>();
+    starts_.assign(count_, 0);
+    int64_t after = chunk_;
+    for (int64_t d = indices.size(0); d-- > 0;) {
+      for (const auto n : c10::irange(count_)) {
+        starts_[n] += at[d * count_ + n] * after;
+      }
+      after *= sizes[d];
+    }
+  }
+
+  void choose_groups(c10::IntArrayRef sizes) {
+    for (const auto i : c10::irange(g_.groups.size())) {
+      groups_.push_back(i);
+    }
+    if (h_.rows_only) {
+      const auto holds = [&](size_t i) {
+        return role_of(g_, g_.groups[i], sizes[0]).holds_rows;
+      };
+      const auto first = std::find_if(groups_.begin(), groups_.end(), holds);
+      groups_ = {first == groups_.end() ? 0 : *first};
+    }
+    for (const size_t i : groups_) {
+      whole_.push_back(role_of(g_, g_.groups[i], sizes[0]).within_rows);
+    }
+  }
+
+  C* numbers(size_t i) const {
+    return g_.groups[groups_[i]].accumulator.template mutable_data_ptr<C>();
+  }
+
+  // Calls `body(number, from, count, stride)` for the runs along the view's
+  // last axis that make up a chunk: numbers `number + j * stride` of group `i`
+  // belong to its elements `from + j`.
+  template <class Body>
+  void for_numbers(size_t i, int64_t n, const Body& body) const {
+    const auto& strides = g_.groups[groups_[i]].strides;
+    const size_t last = g_.view.size() - 1;
+    for (int64_t from = 0; from < chunk_;) {
+      int64_t position = starts_[n] + from;
+      const int64_t run =
+          std::min(chunk_ - from, g_.view[last] - position % g_.view[last]);
+      int64_t number = 0;
+      for (size_t axis = g_.view.size(); axis-- > 0;) {
+        number += position % g_.view[axis] * strides[axis];
+        position /= g_.view[axis];
+      }
+      body(number, from, run, strides[last]);
+      from += run;
+    }
+  }
+
+  void update_chunk(int64_t n) {
+    C* const bounds = bounds_.data() + n * chunk_;
+    std::fill_n(bounds, chunk_, SM3Limits<C>::kMax);
+    for (const auto i : c10::irange(groups_.size())) {
+      const C* const old = numbers(i);
+      for_numbers(i, n, [&](auto number, auto from, auto run, auto stride) {
+        for (int64_t j = 0; j < run; ++j) {
+          bounds[from + j] =
+              std::min(bounds[from + j], old[number + j * stride]);
+        }
+      });
+    }
+    SM3Row<C> row{};
+    row.tensors = &g_.tensors;
+    row.first = starts_[n];
+    row.count = chunk_;
+    row.grad = values_ + n * chunk_;
+    row.column = bounds;
+    row.new_column = bounds;
+    row.diagonal = true;
+    kernels_.update(row, k_);
+  }
+
+  // Sets that lie in one row were seen whole and are assigned; of others only
+  // the largest number is known to hold.
+  void keep_bounds() {
+    for (const auto i : c10::irange(groups_.size())) {
+      C* const kept = numbers(i);
+      for (int64_t n = 0; assigns_ && whole_[i] && n < count_; ++n) {
+        for_numbers(i, n, [&](auto number, auto, auto run, auto stride) {
+          for (int64_t j = 0; j < run; ++j) {
+            kept[number + j * stride] = 0;
+          }
+        });
+      }
+      for (const auto n : c10::irange(count_)) {
+        const C* const bounds = bounds_.data() + n * chunk_;
+        for_numbers(i, n, [&](auto number, auto from, auto run, auto stride) {
+          for (int64_t j = 0; j < run; ++j) {
+            C& to = kept[number + j * stride];
+            to = std::max(to, bounds[from + j]);
+          }
+        });
+      }
+    }
+  }
+
+  // Variant I: the numbers of all touched sets move before anything is updated.
+  void accumulate_squares() {
+    std::unordered_map<int64_t, C> largest;
+    for (const auto i : c10::irange(groups_.size())) {
+      largest.clear();
+      for (const auto n : c10::irange(count_)) {
+        const C* const grad = values_ + n * chunk_;
+        for_numbers(i, n, [&](auto number, auto from, auto run, auto stride) {
+          for (int64_t j = 0; j < run; ++j) {
+            C& to = largest[number + j * stride];
+            to = std::max(to, sm3_square(k_.scale * grad[from + j]));
+          }
+        });
+      }
+      C* const kept = numbers(i);
+      const bool larger = h_.keep_larger || (lazy_ && !(assigns_ && whole_[i]));
+      for (const auto& [number, square] : largest) {
+        const C moved = sm3_accumulate(kept[number], square, k_);
+        kept[number] = larger ? std::max(kept[number], moved) : moved;
+      }
+    }
+  }
+
+  const SM3Geometry& g_;
+  const SM3Hyperparameters& h_;
+  SM3Coefficients<C> k_;
+  const SM3RowKernels<C> kernels_;
+  const C* const values_;
+  const int64_t count_; // named rows
+  int64_t chunk_;       // elements of each
+  std::vector<int64_t> starts_;
+  std::vector<size_t> groups_; // accumulators that take part
+  std::vector<bool> whole_;    // of those, whose sets lie in one row
+  std::vector<C> bounds_;
+  bool lazy_;
+  bool assigns_;
+};
+
+} // namespace
+
+template <class C>
+void sm3_sparse_update(
+    const SM3Geometry& g,
+    const SM3Hyperparameters& h,
+    const SM3Coefficients<C>& k,
+    const at::Tensor& indices,
+    const at::Tensor& values,
+    c10::IntArrayRef sizes) {
+  SparseUpdate<C>(g, h, k, indices, values, sizes).run();
+}
+
+template void sm3_sparse_update(
+    const SM3Geometry&,
+    const SM3Hyperparameters&,
+    const SM3Coefficients<float>&,
+    const at::Tensor&,
+    const at::Tensor&,
+    c10::IntArrayRef);
+template void sm3_sparse_update(
+    const SM3Geometry&,
+    const SM3Hyperparameters&,
+    const SM3Coefficients<double>&,
+    const at::Tensor&,
+    const at::Tensor&,
+    c10::IntArrayRef);
+
+} // namespace torch_sm3
