@@ -113,7 +113,7 @@ TEST(WarmupConstantLR, RefusesWhatItCannotDo) {
       "WarmupConstantLR: expected a number >= 0, but got -1 "
       "(argument 'warmup_steps')");
   EXPECT_EQ(
-      text(1, {0.0}),
+      text(1, {0.0, std::nullopt, 0.0}),
       "WarmupConstantLR: expected a finite number > 0, but got 0 "
       "(argument 'power')");
   EXPECT_EQ(
