@@ -2,9 +2,9 @@
 #pragma once
 
 /// \file
-/// `Simd<float>` and `Simd<double>`: the few vector operations that kernels need
-/// beyond + - * /, for the instruction set that a file is compiled for. The
-/// scalar form has one element, so that a kernel is written once.
+/// `Simd<float>` and `Simd<double>`: the few vector operations that kernels
+/// need beyond + - * /, for the instruction set that a file is compiled for.
+/// The scalar form has one element, so that a kernel is written once.
 
 #include <scalar_math.h>
 
@@ -121,8 +121,7 @@ struct Simd<float> {
     return _mm256_movemask_ps(_mm256_cmp_ps(size, limit, _CMP_LE_OQ)) == 0xff;
   }
   TORCH_SM3_SIMD Vector zero_where_zero(Vector x, Vector y) {
-    return _mm256_and_ps(
-        _mm256_cmp_ps(y, _mm256_setzero_ps(), _CMP_NEQ_UQ), x);
+    return _mm256_and_ps(_mm256_cmp_ps(y, _mm256_setzero_ps(), _CMP_NEQ_UQ), x);
   }
 };
 
@@ -153,8 +152,7 @@ struct Simd<double> {
     return _mm256_movemask_pd(_mm256_cmp_pd(size, limit, _CMP_LE_OQ)) == 0xf;
   }
   TORCH_SM3_SIMD Vector zero_where_zero(Vector x, Vector y) {
-    return _mm256_and_pd(
-        _mm256_cmp_pd(y, _mm256_setzero_pd(), _CMP_NEQ_UQ), x);
+    return _mm256_and_pd(_mm256_cmp_pd(y, _mm256_setzero_pd(), _CMP_NEQ_UQ), x);
   }
 };
 

@@ -11,7 +11,8 @@ namespace torch_sm3 {
 namespace {
 
 // Rows and columns of a gradient that are turned at a time where it lies across
-// the parameter. The rows are padded, or their beginnings would share cache sets.
+// the parameter. The rows are padded, or their beginnings would share cache
+// sets.
 constexpr int64_t kTileRows = 32;
 constexpr int64_t kTileColumns = 512;
 constexpr int64_t kTilePitch = kTileColumns + 16;
@@ -196,8 +197,8 @@ class Pass {
   Numbers<C> private_numbers() const {
     Numbers<C> mine;
     for (const SM3Group& group : g_.groups) {
-      const bool shared = !is_exclusive(group) &&
-                          (total_.columns.empty() || !in_row(group));
+      const bool shared =
+          !is_exclusive(group) && (total_.columns.empty() || !in_row(group));
       mine.groups.emplace_back(shared ? group.numel : 0, C(0));
     }
     mine.columns.assign(total_.columns.size(), C(0));
@@ -252,8 +253,7 @@ class Pass {
 
   void keep_largest(const Odometer& index, C largest, Numbers<C>& mine) {
     for (const size_t i : shared_) {
-      C& to =
-          numbers_of(mine, i)[index.offset(g_.groups[i].strides)];
+      C& to = numbers_of(mine, i)[index.offset(g_.groups[i].strides)];
       to = std::max(to, largest);
     }
   }
@@ -312,12 +312,7 @@ class Pass {
   }
 
   template <class T>
-  void turn_as(
-      int64_t r0,
-      int64_t rows,
-      int64_t c0,
-      int64_t columns,
-      C* tile) {
+  void turn_as(int64_t r0, int64_t rows, int64_t c0, int64_t columns, C* tile) {
     const int64_t stride = g_.tensors.grad.strides[1];
     const T* grad =
         static_cast<const T*>(g_.tensors.grad.data) + r0 + c0 * stride;
@@ -357,13 +352,16 @@ class Pass {
       row.new_column = bounds;
       row.diagonal = true;
       kernel_(row, k_);
-      for_runs(at, count, [&](size_t i, auto offset, auto stride, auto n, auto from) {
-        C* to = numbers_of(mine, i);
-        for (int64_t j = 0; j < n; ++j) {
-          C& number = to[offset + j * stride];
-          number = std::max(number, bounds[from + j]);
-        }
-      });
+      for_runs(
+          at,
+          count,
+          [&](size_t i, auto offset, auto stride, auto n, auto from) {
+            C* to = numbers_of(mine, i);
+            for (int64_t j = 0; j < n; ++j) {
+              C& number = to[offset + j * stride];
+              number = std::max(number, bounds[from + j]);
+            }
+          });
       at += count;
     }
   }
@@ -375,9 +373,7 @@ class Pass {
     }
     std::fill_n(bounds, count, SM3Limits<C>::kMax);
     for_runs(
-        first,
-        count,
-        [&](size_t i, auto offset, auto stride, auto n, auto to) {
+        first, count, [&](size_t i, auto offset, auto stride, auto n, auto to) {
           for (int64_t j = 0; j < n; ++j) {
             const C number = old_[i][offset + j * stride];
             bounds[to + j] = std::min(bounds[to + j], number);
@@ -408,9 +404,9 @@ class Pass {
   const SM3Coefficients<C>& k_;
   const SM3RowFunction<C> kernel_;
   const SM3Rows rows_;
-  std::vector<size_t> shared_;  // groups with one number for a whole row
-  int64_t direct_ = -1;         // the only other group, or none such
-  std::vector<C> columns_;      // without: their least numbers, by column
+  std::vector<size_t> shared_; // groups with one number for a whole row
+  int64_t direct_ = -1;        // the only other group, or none such
+  std::vector<C> columns_;     // without: their least numbers, by column
   Numbers<C> total_;
   std::mutex mutex_;
 };

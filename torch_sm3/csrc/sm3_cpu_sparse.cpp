@@ -63,12 +63,11 @@ class SparseUpdate {
       accumulate_squares();
       k_.given = true;
     }
-    at::parallel_for(
-        0, count_, grain(), [&](int64_t begin, int64_t end) {
-          for (int64_t n = begin; n < end; ++n) {
-            update_chunk(n);
-          }
-        });
+    at::parallel_for(0, count_, grain(), [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) {
+        update_chunk(n);
+      }
+    });
     if (h_.variant == SM3Variant::kII) {
       keep_bounds();
     }
