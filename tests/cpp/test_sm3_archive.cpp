@@ -212,9 +212,7 @@ TEST(SerializeTest, test_sm3_row_17_what_does_not_fit_is_refused_whole) {
       refused({{3, 4}, {5}}),
       "SM3: expected accumulators of shapes [5] for parameter 1 of shape [5], "
       "but got [4] (argument 'state')");
-  EXPECT_NE(
-      refused({{4, 3}, {4}}).find("[4], [3]"),
-      std::string::npos);
+  EXPECT_NE(refused({{4, 3}, {4}}).find("[4], [3]"), std::string::npos);
 }
 
 } // namespace

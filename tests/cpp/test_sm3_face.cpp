@@ -20,8 +20,8 @@ using torch::optim::OptimizerParamGroup;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-at::Tensor coo(
-    const std::vector<int64_t>& rows,
+at::Tensor
+coo(const std::vector<int64_t>& rows,
     const at::Tensor& values,
     at::IntArrayRef shape) {
   return at::_sparse_coo_tensor_unsafe(
@@ -111,8 +111,9 @@ TEST(SM3Face, test_sm3_row_8_an_unfrozen_layer_starts_from_zero) {
   optimizer.step();
   EXPECT_EQ(state_of(optimizer, params[1]).step().item<int64_t>(), 1);
   // A first step has |u| = 1.
-  EXPECT_TRUE((params[1].detach() - before).abs().allclose(
-      at::full({3, 4}, 0.1), 1e-5, 1e-6));
+  EXPECT_TRUE((params[1].detach() - before)
+                  .abs()
+                  .allclose(at::full({3, 4}, 0.1), 1e-5, 1e-6));
 }
 
 TEST(SM3Face, AParameterListedTwiceIsUpdatedOnce) {
@@ -139,8 +140,7 @@ TEST(SM3Face, DuplicatesOverGroupsAreRefused) {
       text);
   // Groups are open: what was put in behind our back is found by step().
   SM3 optimizer(params, SM3Options());
-  optimizer.param_groups().emplace_back(
-      params, std::make_unique<SM3Options>());
+  optimizer.param_groups().emplace_back(params, std::make_unique<SM3Options>());
   EXPECT_EQ(error_of([&] { optimizer.step(); }), text);
 }
 
@@ -215,8 +215,7 @@ TEST(SM3Face, SparseGradientsAreRefusedBeforeAnythingIsWritten) {
 
 TEST(SM3Face, Int8MomentumIsForLargeMatrices) {
   const auto params = leaves({{16, 300}, {300}, {16, 10}});
-  SM3 optimizer(
-      params, SM3Options().momentum(0.9).momentum_dtype(at::kChar));
+  SM3 optimizer(params, SM3Options().momentum(0.9).momentum_dtype(at::kChar));
   set_grads(params, 1);
   optimizer.step();
   const SM3ParamState& large = state_of(optimizer, params[0]);

@@ -22,15 +22,14 @@ SM3 two_groups() {
 }
 
 // The rates of steps 1, 2, ... of both groups.
-std::vector<std::vector<double>> rates(
-    int64_t warmup,
-    const WarmupConstantLROptions& options,
-    int64_t steps) {
+std::vector<std::vector<double>>
+rates(int64_t warmup, const WarmupConstantLROptions& options, int64_t steps) {
   SM3 optimizer = two_groups();
   WarmupConstantLR schedule(optimizer, warmup, options);
   std::vector<std::vector<double>> all;
   for (int64_t t = 1; t <= steps; ++t) {
-    all.push_back({options_of(optimizer, 0).lr(), options_of(optimizer, 1).lr()});
+    all.push_back(
+        {options_of(optimizer, 0).lr(), options_of(optimizer, 1).lr()});
     schedule.step();
   }
   return all;
@@ -42,9 +41,10 @@ TEST(WarmupConstantLR, FollowsItsClosedForm) {
       const WarmupConstantLROptions options{power, 40, 0.1};
       const auto found = rates(warmup, options, 44);
       for (int64_t t = 1; t <= 44; ++t) {
-        const double up = warmup == 0
-            ? 1
-            : std::min(1.0, std::pow(double(t) / double(warmup), power));
+        const double up =
+            warmup == 0
+                ? 1
+                : std::min(1.0, std::pow(double(t) / double(warmup), power));
         const double cool = t <= 36 ? 1 : t <= 40 ? (40 - t + 1) / 4.0 : 0;
         EXPECT_DOUBLE_EQ(found[t - 1][0], 0.7 * (up * cool)) << t;
         EXPECT_DOUBLE_EQ(found[t - 1][1], 0.03 * (up * cool)) << t;
