@@ -28,7 +28,7 @@ def step(self, x: Tensor, y: Tensor) -> Tensor:
     loss = (torch.matmul(h, self.w2) - y).square().mean()
     loss.backward()
     params = [self.w1, self.b1, self.w2]
-    grads = [self.w1.grad, self.b1.grad, self.w2.grad]
+    grads: List[Optional[Tensor]] = [self.w1.grad, self.b1.grad, self.w2.grad]
     self.optimizer.step(params, grads)
     for grad in grads:
         if grad is not None:

@@ -78,7 +78,7 @@ void encode_places(
 
 std::optional<at::Tensor>
 on_device(const std::optional<at::Tensor>& tensor, at::Device device) {
-  if (!tensor.has_value() || !tensor->defined()) {
+  if (!tensor.has_value()) {
     return std::nullopt;
   }
   return tensor->to(device, /*non_blocking=*/true);
@@ -110,7 +110,7 @@ SM3UpdateOptions update_options(
   to.eps = o.eps();
   to.weight_decay = o.weight_decay();
   to.maximize = o.maximize();
-  to.variant = o.variant();
+  to.variant = reduces_first(*slots[0]) ? "given" : o.variant();
   to.compat = o.compat();
   to.stochastic_rounding = o.stochastic_rounding();
   to.seed = o.seed();
@@ -193,7 +193,7 @@ std::optional<at::Tensor> found_in(
     }
   }
   std::optional<at::Tensor> sum;
-  if (found_inf.has_value() && found_inf->defined()) {
+  if (found_inf.has_value()) {
     sum = found_inf->ne(0).to(at::kFloat).reshape({});
   }
   for (const auto& [name, tensors] : by_device) {
@@ -217,7 +217,8 @@ std::vector<Batch> dense_batches(
     const at::Device device = slots[i].param.device();
     auto batch =
         std::find_if(batches.begin(), batches.end(), [&](const Batch& b) {
-          return b.options == slots[i].options && b.device == device;
+          return b.options == slots[i].options && b.device == device &&
+                 reduces_first(*b.slots[0]) == reduces_first(slots[i]);
         });
     if (batch == batches.end()) {
       batch = batches.insert(batch, {slots[i].options, device, {}, {}});
@@ -254,11 +255,13 @@ void step_slots(
   if (signals.skip_nonfinite) {
     signals.found_inf = found_in(grads, signals.found_inf);
   }
-  if (signals.found_inf.has_value() && signals.found_inf->defined()) {
-    const at::Tensor& found = *signals.found_inf;
+  if (signals.found_inf.has_value()) {
+    at::Tensor& found = *signals.found_inf;
+    agree(slots, found);
     skipped = at::add(
         skipped.to(found.device()), found.ne(0).to(at::kLong).reshape({}));
   }
+  reduce_gradients(slots, grads, signals);
   for (const Batch& batch : dense_batches(slots, grads)) {
     step_dense(batch, signals);
   }

@@ -27,6 +27,9 @@ struct ShapeHint {
   c10::intrusive_ptr<c10::intrusive_ptr_target> group;
 };
 
+/// "[2, 3], [4]", for messages.
+std::string text_of(const std::vector<std::vector<int64_t>>& shapes);
+
 /// A cover made for one shape, as the operators take it.
 struct ResolvedCover {
   std::vector<int64_t> view;
@@ -65,6 +68,13 @@ struct Slot {
   }
 };
 
+/// Flags and factors of one step, from outside.
+struct Signals {
+  std::optional<at::Tensor> grad_scale;
+  std::optional<at::Tensor> found_inf;
+  bool skip_nonfinite = false;
+};
+
 /// The cover of a parameter, or of the whole of which it is a piece.
 ResolvedCover cover_of(const Slot& slot);
 
@@ -79,13 +89,6 @@ void move_state(const Slot& slot);
 /// Refuses loaded state whose shapes do not fit the parameter, as ValueError.
 void check_state(const Slot& slot);
 
-/// Flags and factors of one step, from outside.
-struct Signals {
-  std::optional<at::Tensor> grad_scale;
-  std::optional<at::Tensor> found_inf;
-  bool skip_nonfinite = false;
-};
-
 /// Does one step.
 /// \param grads   one per slot, undefined where the parameter has none
 /// \param skipped number of steps left out; counted up
@@ -95,8 +98,20 @@ void step_slots(
     const Signals& signals,
     at::Tensor& skipped);
 
-/// Makes the accumulators of pieces those of their whole: the maximum over the
-/// ranks that hold them.
+/// Makes a flag the maximum over all ranks that share pieces with this one.
+void agree(const std::vector<Slot>& slots, at::Tensor& found);
+
+/// Whether the accumulators of a piece are final before its update: variant I.
+bool reduces_first(const Slot& slot);
+
+/// Does the first phase of variant I for such pieces.
+void reduce_gradients(
+    const std::vector<Slot>& slots,
+    const std::vector<at::Tensor>& grads,
+    const Signals& signals);
+
+/// Makes the accumulators of all other pieces those of their whole: the maximum
+/// over the ranks. Every rank calls both in every step, so none waits in vain.
 void reduce_pieces(const std::vector<Slot>& slots);
 
 /// Adds the bytes of a state by kind.

@@ -115,6 +115,14 @@ void check_buffer(
 
 } // namespace
 
+std::string text_of(const std::vector<std::vector<int64_t>>& shapes) {
+  std::string text;
+  for (const auto& shape : shapes) {
+    text += (text.empty() ? "" : ", ") + c10::str(at::IntArrayRef(shape));
+  }
+  return text;
+}
+
 ResolvedCover cover_of(const Slot& slot) {
   const at::IntArrayRef shape =
       slot.hint == nullptr ? slot.param.sizes() : slot.hint->shape;
@@ -167,12 +175,12 @@ void check_state(const Slot& slot) {
       "state",
       c10::str(
           "accumulators of shapes ",
-          shapes,
+          text_of(shapes),
           " for parameter ",
           slot.ordinal,
           " of shape ",
           slot.param.sizes()),
-      found);
+      text_of(found));
   check_buffer(
       slot, state.momentum_buffer(), slot.param.sizes(), "momentum_buffer");
   check_buffer(slot, state.compensation(), slot.param.sizes(), "compensation");

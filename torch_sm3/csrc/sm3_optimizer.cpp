@@ -14,6 +14,12 @@ namespace {
 
 using torch::optim::OptimizerParamGroup;
 
+// An undefined tensor is none, as in the rest of torch.
+std::optional<at::Tensor> defined(std::optional<at::Tensor> tensor) {
+  return tensor.has_value() && tensor->defined() ? std::move(tensor)
+                                                 : std::nullopt;
+}
+
 SM3Options& options_of(OptimizerParamGroup& group) {
   return static_cast<SM3Options&>(group.options());
 }
@@ -172,11 +178,11 @@ void SM3::init_state() {
 }
 
 void SM3::set_grad_scale(std::optional<at::Tensor> scale) {
-  extras_->grad_scale = std::move(scale);
+  extras_->grad_scale = defined(std::move(scale));
 }
 
 void SM3::set_found_inf(std::optional<at::Tensor> found) {
-  extras_->found_inf = std::move(found);
+  extras_->found_inf = defined(std::move(found));
 }
 
 int64_t SM3::skipped_steps() const {

@@ -137,8 +137,8 @@ void ScriptSM3::check_params(const std::vector<at::Tensor>& params) {
       shapes_.empty() || shapes == shapes_,
       "SM3",
       "params",
-      c10::str("the shapes ", shapes_, " as before"),
-      shapes);
+      c10::str("the shapes ", text_of(shapes_), " as before"),
+      text_of(shapes));
   for (size_t i = 0; i < params.size(); ++i) {
     check_state({params[i], &states_[i], &options_, static_cast<int64_t>(i)});
   }

@@ -49,7 +49,7 @@ class Trainer(nn.Module):
         loss = (self.down(torch.tanh(self.up(x))) - y).square().mean()
         loss.backward()
         params = [self.up.weight, self.up.bias, self.down.weight, self.down.bias]
-        grads = [p.grad for p in params]
+        grads: list[Tensor | None] = [p.grad for p in params]
         self.optimizer.step(params, grads)
         for grad in grads:
             if grad is not None:
@@ -112,10 +112,10 @@ def test_a_scripted_function_makes_an_optimizer() -> None:
     def descend(w: Tensor, steps: int) -> int:
         optimizer = torch.classes.torch_sm3.SM3(0.5, momentum=0.0, beta2=0.5)
         for _ in range(steps):
-            optimizer.step([w], [w.clone()])
+            grads: list[Tensor | None] = [w.clone()]
+            optimizer.step([w], grads)
         optimizer.set_lr(0.25)
-        bytes = optimizer.state_bytes()
-        return bytes
+        return optimizer.state_bytes()
 
     w = torch.ones(3, 4)
     assert descend(w, 5) == (3 + 4) * 4 + 8
@@ -195,7 +195,8 @@ def test_state_comes_for_all_that_require_a_gradient() -> None:
 def test_a_sparse_gradient_has_the_bits_of_the_python_optimizer() -> None:
     params, _ = pairs(0)
     weight = nn.Parameter(params[0].clone())
-    grad = torch.sparse_coo_tensor([[1, 3, 1]], torch.randn(3, 7), (5, 7))
+    values = torch.randn(3, 7)
+    grad = torch.sparse_coo_tensor([[1, 3, 1]], values, (5, 7), check_invariants=True)
     optimizer = make()
     optimizer.step([params[0]], [grad])
     ours = torch_sm3.SM3([weight])
