@@ -12,7 +12,9 @@
 
 namespace {
 
+// A model that brings its optimizer trains itself; for another we make one.
 void train(torch::jit::Module& model, int steps) {
+  const bool trainer = model.hasattr("optimizer");
   std::vector<at::Tensor> params;
   for (const at::Tensor& param : model.parameters()) {
     params.push_back(param);
@@ -22,11 +24,13 @@ void train(torch::jit::Module& model, int steps) {
   const at::Tensor inputs = model.attr("inputs").toTensor();
   const at::Tensor targets = model.attr("targets").toTensor();
   for (int step = 0; step < steps; ++step) {
-    optimizer.zero_grad();
     const at::Tensor loss = model.forward({inputs, targets}).toTensor();
-    loss.backward();
     std::printf("%a\n", loss.item<double>());
-    optimizer.step();
+    if (!trainer) {
+      optimizer.zero_grad();
+      loss.backward();
+      optimizer.step();
+    }
   }
 }
 
