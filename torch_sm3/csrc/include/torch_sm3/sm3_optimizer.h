@@ -89,8 +89,8 @@ struct TORCH_SM3_API SM3ParamState
   TORCH_ARG(at::Tensor, momentum_scale);
   /// What rounding has lost, with `kahan`.
   TORCH_ARG(at::Tensor, compensation);
-  /// Whether a sparse step under "google" or "enealor" has left all accumulators
-  /// but the rows' behind. Not kept in archives.
+  /// Whether a sparse step under "google" or "enealor" has left all
+  /// accumulators but the rows' behind. Not kept in archives.
   TORCH_ARG(bool, stale) = false;
 
  public:
@@ -123,7 +123,9 @@ class TORCH_SM3_API SM3 : public torch::optim::Optimizer {
   SM3(SM3&&) noexcept;
   SM3& operator=(SM3&&) noexcept;
 
-  /// Adds a group; a rejected one leaves the optimizer unchanged.
+  /// Adds a group; a rejected one leaves the optimizer unchanged. Hides the
+  /// base's, which is not virtual and does not know our options.
+  // NOLINTNEXTLINE(bugprone-derived-method-shadowing-base-method)
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   /// Does one step on all parameters that have a gradient, dense or COO.
