@@ -3,7 +3,7 @@
 #include <sm3_face_helpers.h>
 
 #include <ATen/ops/full.h>
-#include <torch/serialize/archive.h>
+#include <torch/serialize.h>
 
 #include <sstream>
 
@@ -16,12 +16,8 @@ using torch::serialize::OutputArchive;
 
 void save_and_load(const SM3& from, SM3& to) {
   std::stringstream file;
-  OutputArchive out;
-  from.save(out);
-  out.save_to(file);
-  InputArchive in;
-  in.load_from(file);
-  to.load(in);
+  torch::save(from, file);
+  torch::load(to, file);
 }
 
 SM3Options unusual() {

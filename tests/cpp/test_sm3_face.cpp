@@ -10,6 +10,7 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
+#include <torch/optim/sgd.h>
 
 #include <limits>
 
@@ -142,6 +143,76 @@ TEST(SM3Face, DuplicatesOverGroupsAreRefused) {
   SM3 optimizer(params, SM3Options());
   optimizer.param_groups().emplace_back(params, std::make_unique<SM3Options>());
   EXPECT_EQ(error_of([&] { optimizer.step(); }), text);
+}
+
+TEST(SM3Face, test_sm3_row_9_all_that_is_not_empty_moves) {
+  const auto params =
+      leaves({{1}, {1}, {0}, {1}, {0}, {}, {0, 3}, {3, 0}, {1, 5, 1}});
+  const auto before = copies(params);
+  SM3 optimizer(params, SM3Options().momentum(0.5));
+  set_grads(params, 1);
+  optimizer.step();
+  for (size_t p = 0; p < params.size(); ++p) {
+    EXPECT_EQ(params[p].equal(before[p]), params[p].numel() == 0) << p;
+    EXPECT_EQ(state_of(optimizer, params[p]).step().item<int64_t>(), 1) << p;
+  }
+}
+
+TEST(SM3Face, GroupsOfAnotherOptimizerAreRefused) {
+  const auto params = leaves({{3, 4}});
+  SM3 optimizer(params, SM3Options());
+  optimizer.param_groups()[0].set_options(
+      std::make_unique<torch::optim::SGDOptions>(0.1));
+  EXPECT_EQ(
+      error_of<c10::TypeError>([&] { optimizer.step(); }),
+      "SM3: expected SM3Options, but got those of another optimizer "
+      "(argument 'param_groups')");
+}
+
+TEST(SM3Face, OptionsAndParametersAreChecked) {
+  const auto params = leaves({{3, 4}});
+  const auto text = [&](const SM3Options& options) {
+    return error_of<c10::ValueError>([&] { SM3(params, options); });
+  };
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_EQ(
+      text(SM3Options(nan)),
+      "SM3: expected a finite number >= 0, but got nan (argument 'lr')");
+  EXPECT_EQ(
+      text(SM3Options().momentum(1)),
+      "SM3: expected 0 <= momentum < 1, but got 1 (argument 'momentum')");
+  EXPECT_EQ(
+      text(SM3Options().beta2(0.0)),
+      "SM3: expected none or 0 < beta2 <= 1 (other ports' beta=0 means the "
+      "sum: "
+      "pass none), but got 0 (argument 'beta2')");
+  EXPECT_EQ(
+      text(SM3Options().stochastic_rounding(true).kahan(true)),
+      "SM3: expected stochastic_rounding or kahan, but got both "
+      "(argument 'kahan')");
+  EXPECT_EQ(
+      error_of<c10::ValueError>(
+          [] { SM3({at::zeros({2}, at::kComplexFloat)}); }),
+      "SM3: expected real parameters, but got ComplexFloat; use separate real "
+      "and imaginary ones (argument 'params')");
+  EXPECT_EQ(
+      error_of<c10::ValueError>(
+          [] { SM3({at::zeros({1, 3}).expand({4, 3})}); }),
+      "SM3: expected parameters whose elements do not share memory, but got "
+      "strides [0, 1] (argument 'params')");
+  EXPECT_EQ(
+      error_of<c10::NotImplementedError>([] {
+        SM3({at::zeros({2}, at::kDouble)},
+            SM3Options().momentum_dtype(at::kChar));
+      }),
+      "SM3: expected float32 momentum for a float64 parameter, but got Char "
+      "(argument 'momentum_dtype')");
+  // A schedule, or a user, sets what a constructor would have refused.
+  SM3 optimizer(params, SM3Options());
+  options_of(optimizer).lr(-1);
+  EXPECT_EQ(
+      error_of<c10::ValueError>([&] { optimizer.step(); }),
+      "SM3: expected a finite number >= 0, but got -1 (argument 'lr')");
 }
 
 TEST(SM3Face, StateOfReplacedParametersIsDropped) {

@@ -156,7 +156,10 @@ void move_state(const Slot& slot) {
   move_to(state.momentum_scale(), device);
   move_to(state.compensation(), device);
   // Another torch, or a user, may have made it any number.
-  state.step(state.step().to(step_device(slot), at::kLong));
+  if (state.step().scalar_type() != at::kLong ||
+      state.step().device() != step_device(slot)) {
+    state.step(state.step().to(step_device(slot), at::kLong));
+  }
 }
 
 void check_state(const Slot& slot) {
@@ -181,6 +184,12 @@ void check_state(const Slot& slot) {
           " of shape ",
           slot.param.sizes()),
       text_of(found));
+  TORCH_SM3_CHECK_VALUE(
+      state.step().defined() && state.step().numel() == 1,
+      "SM3",
+      "state",
+      c10::str("a step of one number for parameter ", slot.ordinal),
+      state.step().defined() ? c10::str(state.step().sizes()) : "none");
   check_buffer(
       slot, state.momentum_buffer(), slot.param.sizes(), "momentum_buffer");
   check_buffer(slot, state.compensation(), slot.param.sizes(), "compensation");

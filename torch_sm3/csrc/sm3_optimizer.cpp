@@ -20,6 +20,15 @@ std::optional<at::Tensor> defined(std::optional<at::Tensor> tensor) {
                                                  : std::nullopt;
 }
 
+const SM3Options& checked_options(const OptimizerParamGroup& group) {
+  const auto* options = dynamic_cast<const SM3Options*>(&group.options());
+  TORCH_CHECK_TYPE(
+      options != nullptr,
+      "SM3: expected SM3Options, but got those of another optimizer "
+      "(argument 'param_groups')");
+  return *options;
+}
+
 SM3Options& options_of(OptimizerParamGroup& group) {
   return static_cast<SM3Options&>(group.options());
 }
@@ -50,12 +59,7 @@ void SM3::add_param_group(const OptimizerParamGroup& group) {
   const auto& defaults = static_cast<const SM3Options&>(*defaults_);
   SM3Options merged = defaults;
   if (group.has_options()) {
-    const auto* given = dynamic_cast<const SM3Options*>(&group.options());
-    TORCH_CHECK_TYPE(
-        given != nullptr,
-        "SM3: expected SM3Options, but got those of another optimizer "
-        "(argument 'param_groups')");
-    merged = merge_options(*given, defaults);
+    merged = merge_options(checked_options(group), defaults);
   }
   check_options(merged);
   TORCH_SM3_CHECK_VALUE(
@@ -87,7 +91,7 @@ SM3ParamState& SM3::state_of(const at::Tensor& param) {
 void SM3::check_groups() {
   std::unordered_set<void*> live;
   for (OptimizerParamGroup& group : param_groups_) {
-    const SM3Options& options = options_of(group);
+    const SM3Options& options = checked_options(group);
     check_options(options);
     std::unordered_set<void*> here;
     for (const at::Tensor& param : group.params()) {

@@ -139,9 +139,10 @@ void ScriptSM3::check_params(const std::vector<at::Tensor>& params) {
       "params",
       c10::str("the shapes ", text_of(shapes_), " as before"),
       text_of(shapes));
-  for (size_t i = 0; i < params.size(); ++i) {
+  for (size_t i = 0; !fits_ && i < params.size(); ++i) {
     check_state({params[i], &states_[i], &options_, static_cast<int64_t>(i)});
   }
+  fits_ = true;
   shapes_ = std::move(shapes);
 }
 
@@ -259,6 +260,7 @@ void ScriptSM3::load_state_dict(const Tensors& dict) {
   }
   set_lr(dict.at("lr").item<double>());
   states_ = std::move(states);
+  fits_ = false;
   skipped_ = dict.at("skipped_steps").clone();
 }
 

@@ -71,6 +71,7 @@ class ScriptSM3 : public torch::CustomClassHolder {
   SM3Options options_;
   Shapes shapes_; // of the parameters of the first step
   std::vector<SM3ParamState> states_;
+  bool fits_ = true; // false for loaded state until parameters are seen
   at::Tensor skipped_ = at::zeros({}, at::kLong);
 };
 
