@@ -190,6 +190,52 @@ struct Simd {
 
 #endif
 
+/// Writes a block of columns as rows: `out[r * pitch + c] = in[r + c *
+/// stride]`.
+TORCH_SM3_SIMD void turn_scalar(
+    const float* in,
+    int64_t stride,
+    int64_t rows,
+    int64_t columns,
+    float* out,
+    int64_t pitch) {
+  for (int64_t c = 0; c < columns; ++c) {
+    for (int64_t r = 0; r < rows; ++r) {
+      out[r * pitch + c] = in[r + c * stride];
+    }
+  }
+}
+
+#if defined(__AVX2__)
+
+/// `turn_scalar` of 8 x 8, in registers.
+TORCH_SM3_SIMD void
+turn_8x8(const float* in, int64_t stride, float* out, int64_t pitch) {
+  __m256 x[8], y[8];
+  for (int i = 0; i < 8; ++i) {
+    x[i] = _mm256_loadu_ps(in + i * stride);
+  }
+  // Pairs, then fours within each half, then the halves.
+  for (int i = 0; i < 8; i += 2) {
+    y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    x[i] = _mm256_shuffle_ps(y[i], y[i + 2], 0x44);
+    x[i + 1] = _mm256_shuffle_ps(y[i], y[i + 2], 0xee);
+    x[i + 2] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0x44);
+    x[i + 3] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(
+        out + i * pitch, _mm256_permute2f128_ps(x[i], x[i + 4], 0x20));
+    _mm256_storeu_ps(
+        out + (i + 4) * pitch, _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+  }
+}
+
+#endif
+
 #undef TORCH_SM3_SIMD
 
 } // namespace

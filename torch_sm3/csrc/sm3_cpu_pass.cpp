@@ -11,10 +11,10 @@ namespace torch_sm3 {
 namespace {
 
 // Rows and columns of a gradient that are turned at a time where it lies across
-// the parameter. The rows are padded, or their beginnings would share cache
-// sets.
-constexpr int64_t kTileRows = 32;
-constexpr int64_t kTileColumns = 512;
+// the parameter: whole cache lines of a column are read once, and the rows that
+// they are spread over are padded, or their beginnings would share cache sets.
+constexpr int64_t kTileRows = 128;
+constexpr int64_t kTileColumns = 256;
 constexpr int64_t kTilePitch = kTileColumns + 16;
 
 // One index per axis, the last running fastest.
@@ -314,20 +314,18 @@ class Pass {
   template <class T>
   void turn_as(int64_t r0, int64_t rows, int64_t c0, int64_t columns, C* tile) {
     const int64_t stride = g_.tensors.grad.strides[1];
-    const T* grad =
+    const T* const grad =
         static_cast<const T*>(g_.tensors.grad.data) + r0 + c0 * stride;
-    // A few columns at a time, whose lines stay in the first-level cache.
-    constexpr int64_t kStrip = 16;
-    for (int64_t c = 0; c < columns; c += kStrip) {
-      const int64_t strip = std::min(kStrip, columns - c);
+    if constexpr (std::is_same_v<C, float> && std::is_same_v<T, float>) {
+      turn_(grad, stride, rows, columns, tile, kTilePitch);
+      return;
+    }
+    for (int64_t c = 0; c < columns; ++c) {
       for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t i = c; i < c + strip; ++i) {
-          const T value = grad[r + i * stride];
-          if constexpr (std::is_same_v<C, double>) {
-            tile[r * kTilePitch + i] = to_double(value);
-          } else if constexpr (!std::is_same_v<T, double>) {
-            tile[r * kTilePitch + i] = to_float(value);
-          }
+        if constexpr (std::is_same_v<C, double>) {
+          tile[r * kTilePitch + c] = to_double(grad[r + c * stride]);
+        } else if constexpr (!std::is_same_v<T, double>) {
+          tile[r * kTilePitch + c] = to_float(grad[r + c * stride]);
         }
       }
     }
@@ -403,6 +401,7 @@ class Pass {
   const std::vector<const C*>& old_;
   const SM3Coefficients<C>& k_;
   const SM3RowFunction<C> kernel_;
+  const decltype(&sm3_turn_scalar) turn_ = SM3RowKernels<C>().turn;
   const SM3Rows rows_;
   std::vector<size_t> shared_; // groups with one number for a whole row
   int64_t direct_ = -1;        // the only other group, or none such

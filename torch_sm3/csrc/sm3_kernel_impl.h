@@ -372,4 +372,47 @@ C maxima_row(const SM3Row<C>& row, const SM3Coefficients<C>& coefficients) {
 TORCH_SM3_DEFINE_SM3_ROW(float)
 TORCH_SM3_DEFINE_SM3_ROW(double)
 
+void TORCH_SM3_PASTE(sm3_turn_, TORCH_SM3_ISA)(
+    const float* in,
+    int64_t stride,
+    int64_t rows,
+    int64_t columns,
+    float* out,
+    int64_t pitch) {
+  int64_t whole_columns = 0;
+#if defined(__AVX2__)
+  constexpr int64_t kBlock = 8;
+  // Columns far ahead are asked for early: each is on a page of its own.
+  constexpr int64_t kColumnsAhead = 32;
+  constexpr int64_t kFloats = kLine / static_cast<int64_t>(sizeof(float));
+  const int64_t whole_rows = rows / kBlock * kBlock;
+  for (int64_t c = 0; c + kBlock <= columns; c += kBlock) {
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const float* const ahead = in + (c + i + kColumnsAhead) * stride;
+      for (int64_t r = 0; r < rows; r += kFloats) {
+        __builtin_prefetch(ahead + r);
+      }
+    }
+    for (int64_t r = 0; r < whole_rows; r += kBlock) {
+      turn_8x8(in + r + c * stride, stride, out + r * pitch + c, pitch);
+    }
+    turn_scalar(
+        in + whole_rows + c * stride,
+        stride,
+        rows - whole_rows,
+        kBlock,
+        out + whole_rows * pitch + c,
+        pitch);
+    whole_columns = c + kBlock;
+  }
+#endif
+  turn_scalar(
+      in + whole_columns * stride,
+      stride,
+      rows,
+      columns - whole_columns,
+      out + whole_columns,
+      pitch);
+}
+
 } // namespace torch_sm3
