@@ -65,6 +65,19 @@ inline void expect_equal(
   }
 }
 
+/// One group per parameter, each with its own options.
+inline std::vector<torch::optim::OptimizerParamGroup> groups_of(
+    const std::vector<at::Tensor>& params,
+    const std::vector<SM3Options>& options) {
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  for (size_t i = 0; i < params.size(); ++i) {
+    groups.emplace_back(
+        std::vector<at::Tensor>{params[i]},
+        std::make_unique<SM3Options>(options[i]));
+  }
+  return groups;
+}
+
 /// Runs `action` and returns the text of the error it throws.
 template <class Error = c10::Error, class Action>
 std::string error_of(const Action& action) {

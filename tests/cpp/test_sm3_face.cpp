@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the C++ optimizer adds to the operators: state, groups, signals, hints.
+// What the C++ optimizer adds to the operators: state, signals, pieces.
 #include <sm3_face_helpers.h>
 #include <torch_sm3/sm3_ops.h>
 
@@ -10,14 +10,11 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
-#include <torch/optim/sgd.h>
 
 #include <limits>
 
 namespace torch_sm3::optim {
 namespace {
-
-using torch::optim::OptimizerParamGroup;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
@@ -27,18 +24,6 @@ coo(const std::vector<int64_t>& rows,
     at::IntArrayRef shape) {
   return at::_sparse_coo_tensor_unsafe(
       at::tensor(rows).reshape({1, -1}), values, shape);
-}
-
-std::vector<OptimizerParamGroup> groups_of(
-    const std::vector<at::Tensor>& params,
-    const std::vector<SM3Options>& options) {
-  std::vector<OptimizerParamGroup> groups;
-  for (size_t i = 0; i < params.size(); ++i) {
-    groups.emplace_back(
-        std::vector<at::Tensor>{params[i]},
-        std::make_unique<SM3Options>(options[i]));
-  }
-  return groups;
 }
 
 TEST(SM3Face, HasTheBitsOfTheOperator) {
@@ -72,20 +57,6 @@ TEST(SM3Face, HasTheBitsOfTheOperator) {
   EXPECT_EQ(state_of(optimizer, params[3]).step().item<int64_t>(), 4);
 }
 
-TEST(SM3Face, GroupsTakeWhatTheyLeaveFromTheDefaults) {
-  const auto params = leaves({{3, 4}, {3, 4}});
-  SM3 optimizer(
-      groups_of(params, {SM3Options(0.5), SM3Options().momentum(0.25)}),
-      SM3Options(0.01).weight_decay(0.125));
-  EXPECT_EQ(options_of(optimizer, 0).lr(), 0.5);
-  EXPECT_EQ(options_of(optimizer, 0).weight_decay(), 0.125);
-  EXPECT_EQ(options_of(optimizer, 1).lr(), 0.01);
-  EXPECT_EQ(options_of(optimizer, 1).momentum(), 0.25);
-  optimizer.init_state();
-  EXPECT_FALSE(state_of(optimizer, params[0]).momentum_buffer().defined());
-  EXPECT_TRUE(state_of(optimizer, params[1]).momentum_buffer().defined());
-}
-
 TEST(SM3Face, StateComesForAllThatRequireAGradient) {
   const auto params = leaves({{3, 4}, {4}, {5}});
   params[2].set_requires_grad(false);
@@ -117,34 +88,6 @@ TEST(SM3Face, test_sm3_row_8_an_unfrozen_layer_starts_from_zero) {
                   .allclose(at::full({3, 4}, 0.1), 1e-5, 1e-6));
 }
 
-TEST(SM3Face, AParameterListedTwiceIsUpdatedOnce) {
-  const auto params = leaves({{3, 4}});
-  const auto others = copies(params);
-  SM3 twice({params[0], params[0]}, SM3Options());
-  SM3 once(others, SM3Options());
-  set_grads(params, 1);
-  set_grads(others, 1);
-  twice.step();
-  once.step();
-  expect_equal(params, others);
-  EXPECT_EQ(state_of(twice, params[0]).step().item<int64_t>(), 1);
-}
-
-TEST(SM3Face, DuplicatesOverGroupsAreRefused) {
-  const auto params = leaves({{3, 4}});
-  const std::string text =
-      "some parameters appear in more than one parameter group";
-  EXPECT_EQ(
-      error_of([&] {
-        SM3(groups_of({params[0], params[0]}, {SM3Options(), SM3Options()}));
-      }),
-      text);
-  // Groups are open: what was put in behind our back is found by step().
-  SM3 optimizer(params, SM3Options());
-  optimizer.param_groups().emplace_back(params, std::make_unique<SM3Options>());
-  EXPECT_EQ(error_of([&] { optimizer.step(); }), text);
-}
-
 TEST(SM3Face, test_sm3_row_9_all_that_is_not_empty_moves) {
   const auto params =
       leaves({{1}, {1}, {0}, {1}, {0}, {}, {0, 3}, {3, 0}, {1, 5, 1}});
@@ -156,76 +99,6 @@ TEST(SM3Face, test_sm3_row_9_all_that_is_not_empty_moves) {
     EXPECT_EQ(params[p].equal(before[p]), params[p].numel() == 0) << p;
     EXPECT_EQ(state_of(optimizer, params[p]).step().item<int64_t>(), 1) << p;
   }
-}
-
-TEST(SM3Face, GroupsOfAnotherOptimizerAreRefused) {
-  const auto params = leaves({{3, 4}});
-  SM3 optimizer(params, SM3Options());
-  optimizer.param_groups()[0].set_options(
-      std::make_unique<torch::optim::SGDOptions>(0.1));
-  EXPECT_EQ(
-      error_of<c10::TypeError>([&] { optimizer.step(); }),
-      "SM3: expected SM3Options, but got those of another optimizer "
-      "(argument 'param_groups')");
-}
-
-TEST(SM3Face, OptionsAndParametersAreChecked) {
-  const auto params = leaves({{3, 4}});
-  const auto text = [&](const SM3Options& options) {
-    return error_of<c10::ValueError>([&] { SM3(params, options); });
-  };
-  const double nan = std::numeric_limits<double>::quiet_NaN();
-  EXPECT_EQ(
-      text(SM3Options(nan)),
-      "SM3: expected a finite number >= 0, but got nan (argument 'lr')");
-  EXPECT_EQ(
-      text(SM3Options().momentum(1)),
-      "SM3: expected 0 <= momentum < 1, but got 1 (argument 'momentum')");
-  EXPECT_EQ(
-      text(SM3Options().beta2(0.0)),
-      "SM3: expected none or 0 < beta2 <= 1 (other ports' beta=0 means the "
-      "sum: "
-      "pass none), but got 0 (argument 'beta2')");
-  EXPECT_EQ(
-      text(SM3Options().stochastic_rounding(true).kahan(true)),
-      "SM3: expected stochastic_rounding or kahan, but got both "
-      "(argument 'kahan')");
-  EXPECT_EQ(
-      error_of<c10::ValueError>(
-          [] { SM3({at::zeros({2}, at::kComplexFloat)}); }),
-      "SM3: expected real parameters, but got ComplexFloat; use separate real "
-      "and imaginary ones (argument 'params')");
-  EXPECT_EQ(
-      error_of<c10::ValueError>(
-          [] { SM3({at::zeros({1, 3}).expand({4, 3})}); }),
-      "SM3: expected parameters whose elements do not share memory, but got "
-      "strides [0, 1] (argument 'params')");
-  EXPECT_EQ(
-      error_of<c10::NotImplementedError>([] {
-        SM3({at::zeros({2}, at::kDouble)},
-            SM3Options().momentum_dtype(at::kChar));
-      }),
-      "SM3: expected float32 momentum for a float64 parameter, but got Char "
-      "(argument 'momentum_dtype')");
-  // A schedule, or a user, sets what a constructor would have refused.
-  SM3 optimizer(params, SM3Options());
-  options_of(optimizer).lr(-1);
-  EXPECT_EQ(
-      error_of<c10::ValueError>([&] { optimizer.step(); }),
-      "SM3: expected a finite number >= 0, but got -1 (argument 'lr')");
-}
-
-TEST(SM3Face, StateOfReplacedParametersIsDropped) {
-  auto params = leaves({{3, 4}, {4}});
-  SM3 optimizer(params, SM3Options());
-  set_grads(params, 1);
-  optimizer.step();
-  const auto fresh = leaves({{5}});
-  optimizer.param_groups()[0].params()[1] = fresh[0];
-  set_grads(fresh, 1);
-  optimizer.step();
-  EXPECT_EQ(optimizer.state().size(), 2);
-  EXPECT_EQ(state_of(optimizer, fresh[0]).step().item<int64_t>(), 1);
 }
 
 TEST(SM3Face, test_sm3_row_11_duplicate_indices_are_added_then_squared) {
@@ -421,26 +294,26 @@ TEST(SM3Face, AHintGivesAPieceTheCoverOfItsWhole) {
       "set_shape_hint before the first step (argument 'param')");
 }
 
-TEST(SM3Face, HintsAreChecked) {
-  const auto params = leaves({{10}, {2, 5}, {3}});
-  SM3 optimizer({params[0], params[1]}, SM3Options());
-  const auto text = [&](const at::Tensor& param, int64_t offset) {
-    return error_of<c10::ValueError>(
-        [&] { optimizer.set_shape_hint(param, {4, 5}, offset); });
-  };
-  optimizer.set_shape_hint(params[0], {4, 5}, 10);
-  EXPECT_EQ(
-      text(params[0], 11),
-      "SM3: expected 10 elements within the shape [4, 5], but got offset 11 "
-      "(argument 'offset')");
-  EXPECT_EQ(
-      text(params[1], 0),
-      "SM3: expected a 1-D parameter, but got [2, 5] (argument 'param')");
-  EXPECT_EQ(
-      text(params[2], 0),
-      "SM3: expected a parameter of this optimizer, but got another tensor of "
-      "shape [3] (argument 'param')");
-}
+class Listener : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override {
+    heard += warning.msg();
+  }
+  std::string heard;
+};
 
+TEST(SM3Face, ADenseStepAfterRowsOnlyWarns) {
+  const auto params = leaves({{6, 4}});
+  SM3 optimizer(params, SM3Options().compat("google"));
+  Listener listener;
+  const c10::WarningUtils::WarningHandlerGuard guard(&listener);
+  params[0].mutable_grad() = coo({1}, at::ones({1, 4}), {6, 4});
+  optimizer.step();
+  EXPECT_EQ(listener.heard, "");
+  set_grads(params, 1);
+  optimizer.step();
+  EXPECT_NE(listener.heard.find("left behind under compat"), std::string::npos)
+      << listener.heard;
+}
 } // namespace
 } // namespace torch_sm3::optim
