@@ -101,6 +101,7 @@ def test_a_sparse_gradient_has_the_bits_of_the_python_optimizer() -> None:
     assert torch.equal(params[0], weight)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 def test_a_changed_list_is_refused() -> None:
     params, grads = pairs(0)
     optimizer = make()
@@ -114,6 +115,12 @@ def test_a_changed_list_is_refused() -> None:
         optimizer.step(params, grads[:3])
     with pytest.raises(ValueError, match=r"distinct parameters"):
         optimizer.step([params[0]] * 4, grads)
+    with pytest.raises(ValueError, match=r"shape \[2, 3, 4\] for parameter 3, but got"):
+        optimizer.step(params, [*grads[:3], grads[3].reshape(4, 3, 2)])
+    with pytest.raises(ValueError, match=r"a dtype for a Float parameter, but got Do"):
+        optimizer.step(params, [*grads[:3], grads[3].double()])
+    with pytest.raises(ValueError, match=r"dense or COO gradients, but got SparseCsr"):
+        optimizer.step(params, [grads[0].to_sparse_csr(), *grads[1:]])
     for ours, theirs in zip(params, before, strict=True):
         assert torch.equal(ours, theirs)
 
