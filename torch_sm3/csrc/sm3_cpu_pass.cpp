@@ -81,7 +81,8 @@ class Pass {
         k_(coefficients),
         kernel_(kernel),
         rows_(sm3_rows(geometry)) {
-    if (rows_.kind == SM3Rows::Kind::kRows) {
+    // Without elements there are no rows, and a view to divide by may hold a 0.
+    if (rows_.kind == SM3Rows::Kind::kRows && g_.begin != g_.end) {
       find_columns();
     }
   }

@@ -129,7 +129,7 @@ def sm3(
     for work in _works(group, zip(*columns, strict=True)):
         options = Options(
             **{key: group[key] for key in _PASSED},
-            lr=learning_rate(lr, work.device),
+            lr=learning_rate(lr, work.device, differentiable),
             grad_scale=on(grad_scale, work.device),
             found_inf=on(found_inf, work.device),
         )
@@ -161,7 +161,6 @@ def _works(group: dict[str, Any], rows: Iterable[tuple[Any, ...]]) -> list[Work]
         entry = Entry(
             owner=param,
             param=param,
-            state={},
             accumulators=list(sums),
             momentum_buffer=momentum,
             momentum_scale=scale,

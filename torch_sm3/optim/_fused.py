@@ -24,7 +24,6 @@ class Entry:
     Args:
         owner: the parameter that the optimizer holds.
         param: the part that is updated here; the owner itself unless it is sharded.
-        state: what is kept for the owner.
         accumulators: of the part.
         momentum_buffer: of the part, or None.
         momentum_scale: of an int8 buffer, or None.
@@ -37,7 +36,6 @@ class Entry:
 
     owner: Tensor
     param: Tensor
-    state: dict[str, Any]
     accumulators: list[Tensor]
     momentum_buffer: Tensor | None
     momentum_scale: Tensor | None

@@ -52,7 +52,7 @@ def _kind(batch: Batch, i: int, options: Options) -> object:
     plain = type(param) in _PLAIN and type(grad) in _PLAIN
     odd = batch.compensations[i] is not None or batch.momentum_scales[i] is not None
     undecided = Skip(options, param.device).undecided
-    # Empty tensors only count their steps.
+    # Nothing is gained for empty tensors.
     if (
         not plain
         or odd

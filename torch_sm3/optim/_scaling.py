@@ -33,7 +33,7 @@ def nonfinite(works: Sequence[Work]) -> Tensor | None:
         grads.setdefault(work.device, []).extend(values)
     total: Tensor | None = None
     for device, mine in grads.items():
-        found = torch.zeros((), device=device)
+        found = torch.zeros((), dtype=torch.float32, device=device)
         fusable = [grad for grad in mine if is_fusable(grad)]
         if fusable:
             _ops.sm3_nonfinite_(fusable, found)
@@ -44,9 +44,17 @@ def nonfinite(works: Sequence[Work]) -> Tensor | None:
     return total
 
 
-def learning_rate(lr: float | Tensor, device: torch.device) -> float | Tensor:
-    """Return a learning rate that an operation on a device takes without a copy."""
-    if not isinstance(lr, Tensor) or lr.requires_grad:
+def learning_rate(
+    lr: float | Tensor, device: torch.device, differentiable: bool
+) -> float | Tensor:
+    """Return a learning rate that an operation on a device takes without a copy.
+
+    Args:
+        lr: the group's.
+        device: of the parameters.
+        differentiable: autograd is to reach a learning rate that is a tensor.
+    """
+    if not isinstance(lr, Tensor) or differentiable:
         return lr
     if lr.device.type == "cpu" or device.type == "cpu":
         return lr.item()

@@ -33,9 +33,8 @@ def _step_one(batch: Batch, i: int, options: Options) -> None:
     if skip.known:
         return
     count = step + 1
-    if param.numel():
-        for target, value in _results(batch, i, options, count):
-            skip.write(target, value)
+    for target, value in _results(batch, i, options, count):
+        skip.write(target, value)
     skip.write(step, count)
 
 
@@ -57,6 +56,8 @@ def _results(
     old = [_read(one, options) for one in batch.accumulators[i]]
     nu, new = _accumulate(old, g * g, sets, numbers, options.variant)
     results = list(zip(batch.accumulators[i], new, strict=False))
+    if not param.numel():
+        return results
 
     w = _read(param, options).to(numbers.dtype)
     m = _step.direction(g, finite, nu, numbers)

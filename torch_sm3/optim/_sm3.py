@@ -182,7 +182,7 @@ class SM3(GatheringSM3):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.set_grad_enabled(self.defaults["differentiable"]):
+        with torch.no_grad():
             self._do_step()
         return loss
 
@@ -196,7 +196,8 @@ class SM3(GatheringSM3):
         if not skip:
             scale = getattr(self, "grad_scale", None)
             for work in works:
-                self._update(work, self._options(work, scale, found))
+                with torch.set_grad_enabled(work.group["differentiable"]):
+                    self._update(work, self._options(work, scale, found))
         self._after_update(works, skip)
 
     def _before_update(self, works: list[Work], skip: bool) -> None:
@@ -219,11 +220,8 @@ class SM3(GatheringSM3):
         found = self._reduce_found(found)
         if found is None:
             return False, None
-        found = found.reshape(())
-        if found.device not in self._skipped:
-            zero = torch.zeros((), dtype=torch.int64, device=found.device)
-            self._skipped[found.device] = zero
-        self._skipped[found.device].add_(found != 0)
+        found = found.detach().reshape(())
+        self._skips_on(found.device).add_(found != 0)
         on_device = found.device.type != "cpu" and all(
             steps_follow(work.group, self._skip_nonfinite) for work in works
         )
@@ -234,7 +232,7 @@ class SM3(GatheringSM3):
     ) -> Options:
         group, device = work.group, work.device
         return Options(
-            lr=learning_rate(group["lr"], device),
+            lr=learning_rate(group["lr"], device, group["differentiable"]),
             momentum=group["momentum"],
             beta2=group["beta2"],
             eps=group["eps"],
