@@ -50,6 +50,18 @@ def test_a_copy_is_independent_and_equal(
         assert torch.equal(value, theirs[key]) and value.dtype == theirs[key].dtype
 
 
+def test_a_pickle_of_another_version_is_refused() -> None:
+    params, grads = pairs(0)
+    optimizer = make(momentum=0.9)
+    optimizer.step(params, grads)
+    other = torch.ScriptObject.__new__(torch.ScriptObject)
+    (version, *rest), name = optimizer.__getstate__()
+    with pytest.raises(ValueError, match=r"a pickle of version 1, but got 2"):
+        other.__setstate__(((version + 1, *rest), name))
+    other.__setstate__(((version, *rest), name))
+    assert other.state_bytes() == optimizer.state_bytes() > 0
+
+
 def test_the_state_dict_says_what_changes() -> None:
     params, grads = pairs(0)
     optimizer = make(momentum=0.9)
