@@ -167,8 +167,16 @@ TEST(SM3Pieces, AllRanksSkipWhatOneMustSkip) {
     two.step(params[0].grad(), true, true);
     EXPECT_TRUE(two.whole().equal(before));
     EXPECT_EQ(two.ranks[0].group->calls, 2 * calls);
+    // Nor does a rank wait in vain for one without any gradient.
+    params[0].mutable_grad()[0][0] = std::numeric_limits<float>::infinity();
+    two.step(params[0].grad(), true, false);
+    EXPECT_EQ(two.ranks[1].group->calls, 3 * calls);
+    set_grads(params, 2);
+    two.step(params[0].grad(), false, false);
+    EXPECT_EQ(two.ranks[1].group->calls, 4 * calls);
+    EXPECT_TRUE(two.whole().equal(before));
     for (Rank& rank : two.ranks) {
-      EXPECT_EQ(rank.optimizer->skipped_steps(), 1);
+      EXPECT_EQ(rank.optimizer->skipped_steps(), 2);
       EXPECT_EQ(
           state_of(*rank.optimizer, rank.piece).step().item<int64_t>(), 1);
     }

@@ -22,6 +22,7 @@ struct Batch {
   std::vector<at::Tensor> grads;
 };
 
+// As the operators do, but for all groups before the first of them.
 void check_grad(const Slot& slot, const at::Tensor& grad) {
   TORCH_SM3_CHECK_VALUE(
       grad.layout() == at::kStrided || grad.layout() == at::kSparse,
@@ -29,6 +30,26 @@ void check_grad(const Slot& slot, const at::Tensor& grad) {
       "grads",
       "dense or COO gradients",
       grad.layout());
+  TORCH_SM3_CHECK_VALUE(
+      grad.sizes() == slot.param.sizes(),
+      "SM3",
+      "grads",
+      c10::str("shape ", slot.param.sizes(), " for parameter ", slot.ordinal),
+      grad.sizes());
+  TORCH_SM3_CHECK_VALUE(
+      grad.device() == slot.param.device(),
+      "SM3",
+      "grads",
+      c10::str("device ", slot.param.device(), " for parameter ", slot.ordinal),
+      grad.device());
+  TORCH_SM3_CHECK_VALUE(
+      at::isFloatingType(grad.scalar_type()) &&
+          (grad.scalar_type() != at::kDouble ||
+           slot.param.scalar_type() == at::kDouble),
+      "SM3",
+      "grads",
+      c10::str("a dtype for a ", slot.param.scalar_type(), " parameter"),
+      grad.scalar_type());
   TORCH_CHECK(
       grad.layout() == at::kStrided || slot.options->weight_decay() == 0,
       "SM3: expected weight_decay 0 with a sparse gradient, but got ",
@@ -181,8 +202,8 @@ void step_sparse(
       rows_only(*slot.options) && slot.state->accumulators().size() > 1);
 }
 
-// Adds to found_inf what the gradients say, one flag per device, summed.
-std::optional<at::Tensor> found_in(
+// Adds to found_inf what the gradients say, one flag per device.
+at::Tensor found_in(
     const std::vector<at::Tensor>& grads,
     const std::optional<at::Tensor>& found_inf) {
   std::map<std::string, std::vector<at::Tensor>> by_device;
@@ -192,7 +213,7 @@ std::optional<at::Tensor> found_in(
           grad.is_sparse() ? grad._values() : grad);
     }
   }
-  std::optional<at::Tensor> sum;
+  at::Tensor sum;
   if (found_inf.has_value()) {
     sum = found_inf->ne(0).to(at::kFloat).reshape({});
   }
@@ -200,10 +221,11 @@ std::optional<at::Tensor> found_in(
     const at::Tensor found =
         at::zeros({}, tensors[0].options().dtype(at::kFloat));
     sm3_nonfinite_(tensors, found);
-    sum = sum ? at::add(sum->to(found.device(), /*non_blocking=*/true), found)
+    sum = sum.defined()
+              ? at::add(sum.to(found.device(), /*non_blocking=*/true), found)
               : found;
   }
-  return sum;
+  return sum.defined() ? sum : at::zeros({});
 }
 
 std::vector<Batch> dense_batches(

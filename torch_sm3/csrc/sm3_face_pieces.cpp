@@ -147,7 +147,7 @@ void agree(const std::vector<Slot>& slots, at::Tensor& found) {
             return m.group == group;
           });
       if (!known) {
-        found = found.to(slot.param.device()).clone();
+        found = found.to(slot.param.device()).ne(0).to(at::kFloat).reshape(1);
         messages.push_back({group, {found}});
         maximum_over_ranks({messages.back()});
       }

@@ -29,6 +29,16 @@ const SM3Options& checked_options(const OptimizerParamGroup& group) {
   return *options;
 }
 
+void check_group(const SM3Options& options, const SM3Options& defaults) {
+  check_options(options);
+  TORCH_SM3_CHECK_VALUE(
+      options.skip_nonfinite() == defaults.skip_nonfinite(),
+      "SM3",
+      "skip_nonfinite",
+      "one value for all groups",
+      "a group with its own");
+}
+
 SM3Options& options_of(OptimizerParamGroup& group) {
   return static_cast<SM3Options&>(group.options());
 }
@@ -61,13 +71,7 @@ void SM3::add_param_group(const OptimizerParamGroup& group) {
   if (group.has_options()) {
     merged = merge_options(checked_options(group), defaults);
   }
-  check_options(merged);
-  TORCH_SM3_CHECK_VALUE(
-      merged.skip_nonfinite() == defaults.skip_nonfinite(),
-      "SM3",
-      "skip_nonfinite",
-      "one value for all groups",
-      "a group with its own");
+  check_group(merged, defaults);
   for (const at::Tensor& param : group.params()) {
     check_param(param, merged);
   }
@@ -92,7 +96,7 @@ void SM3::check_groups() {
   std::unordered_set<void*> live;
   for (OptimizerParamGroup& group : param_groups_) {
     const SM3Options& options = checked_options(group);
-    check_options(options);
+    check_group(options, static_cast<const SM3Options&>(*defaults_));
     std::unordered_set<void*> here;
     for (const at::Tensor& param : group.params()) {
       check_param(param, options);
