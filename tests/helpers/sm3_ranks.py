@@ -48,7 +48,7 @@ def _run_all(rank: int, world: int, folder: str) -> dict[str, str]:
         try:
             check(rank, folder)
             outcome[name] = ""
-            print(f"{rank} {name} {time.time()-t:.2f}", flush=True)
+            print(f"{rank} {name} {time.time() - t:.2f}", flush=True)
         except (Exception, pytest.fail.Exception):
             outcome[name] = f"rank {rank}: {traceback.format_exc()}"
     return outcome

@@ -2,7 +2,9 @@
 """Write ``sm3_golden.json``: runs of the float64 oracle, one per preset and variant.
 
 Run it from the root: ``PYTHONPATH=tests python tests/reference/make_sm3_golden.py``.
-The file is checked in, so that a change of the oracle is seen too.
+The file is checked in, so that a change of the oracle is seen too. Its runs of variant
+II were compared once with optax 0.2.8 and pytorch_optimizer 4.1.0 ("enealor") in
+float64: they agree within 1e-15. The sources of "google" and "trax" were read.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class NumpySM3:
         keep, add = (o.beta2, 1 - o.beta2) if ema else (1.0, 1.0)
         used = list(range(len(self.mu)))
         if sparse_dim and CONVENTIONS[o.compat][3]:
-            used = [k for k in used if self._in_rows(k)][:1] or used
+            used = [k for k in used if self._tells_rows(k)][:1] or [0]
         least = np.min([self.mu[k].flat[self.index[k]] for k in used], axis=0)
         nu = np.minimum(keep * least + add * square, self.limit**2)
         if o.variant == "given":
@@ -134,6 +134,11 @@ class NumpySM3:
         if o.variant == "I":
             nu = np.min([self.mu[k].flat[self.index[k]] for k in used], axis=0)
         return nu
+
+    def _tells_rows(self, k: int) -> bool:
+        """Tell whether an element's accumulator of group ``k`` depends on its row."""
+        by_row = self.index[k].reshape(self.w.shape[0], -1)
+        return bool((by_row != by_row[0]).any())
 
     def _in_rows(self, k: int) -> bool:
         """Tell whether no set of group ``k`` holds elements of two rows."""

@@ -89,8 +89,6 @@ class RoundedSM3:
         """Do one step on a dense gradient."""
         self.count += 1
         g, finite = self._gradient(grad)
-        if not self._w.size:
-            return
         coordinates = self._coordinates()
         every = np.ones(self.shape, bool)
         nu = self._accumulate(g * g, coordinates, every, 0)
@@ -109,7 +107,10 @@ class RoundedSM3:
         touched[tuple(grad.indices().numpy())] = True
         if not touched.any():
             return
-        g, finite = self._gradient(grad.to_dense())
+        # Not to_dense(), which adds to 0 and so loses the sign of -0.
+        dense = torch.zeros(self.shape, dtype=grad.dtype)
+        dense[tuple(grad.indices())] = grad.values()
+        g, finite = self._gradient(dense)
         coordinates = self._coordinates()
         nu = self._accumulate(g * g, coordinates, touched, grad.sparse_dim())
         self._move(self._direction(g, finite, nu), touched)
@@ -142,11 +143,15 @@ class RoundedSM3:
     def _coordinates(self) -> list[tuple[np.ndarray, ...]]:
         """Return, per group, the indices of each element's accumulator."""
         flat = np.arange(self._w.size).reshape(self.shape)
+        if not flat.size:
+            return [tuple(flat for _ in group) or (flat,) for group in self.groups]
         if math.prod(self.view) != self._w.size:
             flat = flat + self.place.start
         if not self.view:
             return [(np.zeros_like(flat),) for _ in self.groups]
-        where = np.unravel_index(flat, self.view)
+        # NumPy 2.4 confuses the indices of large arrays of more than one dimension.
+        where = np.unravel_index(flat.ravel(), self.view)
+        where = [along.reshape(self.shape) for along in where]
         return [
             tuple(where[a] for a in group) or (np.zeros_like(flat),)
             for group in self.groups
@@ -178,8 +183,8 @@ class RoundedSM3:
     ) -> np.ndarray:
         where = dict(enumerate(coordinates))
         if sparse_dim and self.o.compat in ("google", "enealor"):
-            rows = [k for k in where if self._within_rows(where[k])]
-            where = {k: where[k] for k in rows[:1] or where}
+            rows = [k for k in where if self._tells_rows(where[k])]
+            where = {k: where[k] for k in rows[:1] or [0]}
         if self.o.variant == "given":
             return self._least(where)
         nu = self._bound(self._least(where), square)
@@ -197,6 +202,10 @@ class RoundedSM3:
                 new = np.where(seen, new, self._mu[k])
             self._mu[k] = np.maximum(self._mu[k], new) if merge else new
         return self._least(where) if self.o.variant == "I" else nu
+
+    def _tells_rows(self, index: tuple[np.ndarray, ...]) -> bool:
+        """Tell whether an element's accumulator depends on its row."""
+        return any((i != i[:1]).any() for i in index)
 
     def _within_rows(self, index: tuple[np.ndarray, ...]) -> bool:
         """Tell whether elements that share an accumulator are all of one row."""

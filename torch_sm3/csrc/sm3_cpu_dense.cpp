@@ -72,6 +72,24 @@ void update_larger(
   }
 }
 
+// Of a part of a flat tensor: numbers whose elements are all elsewhere. What is
+// left here must not outweigh the new ones of other parts.
+template <class C>
+void forget_others(
+    const SM3Geometry& g,
+    const SM3Hyperparameters& h,
+    const SM3Coefficients<C>& k,
+    C* kept) {
+  const auto forget = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      kept[i] =
+          h.variant == SM3Variant::kI ? sm3_accumulate(kept[i], C(0), k) : C(0);
+    }
+  };
+  forget(0, g.begin);
+  forget(g.end, g.groups[0].numel);
+}
+
 template <class C>
 void update_diagonal(
     const SM3Geometry& g,
@@ -81,16 +99,19 @@ void update_diagonal(
   C* const kept = numbers<C>(g.groups[0]);
   const int64_t unit = g.aligned;
   const int64_t grain = std::max<int64_t>(1, kSM3Grain / unit);
-  const int64_t last = (g.numel + unit - 1) / unit;
-  at::parallel_for(0, last, grain, [&](int64_t first, int64_t past) {
-    const int64_t begin = first * unit;
-    const int64_t end = std::min(g.numel, past * unit);
+  const int64_t units = (g.end - g.begin + unit - 1) / unit;
+  at::parallel_for(0, units, grain, [&](int64_t first, int64_t past) {
+    const int64_t begin = g.begin + first * unit;
+    const int64_t end = std::min(g.end, g.begin + past * unit);
     if (h.keep_larger) {
       update_larger(g, h, k, begin, end);
     } else {
       kernels.update(diagonal_row(g, begin, end, kept + begin), k);
     }
   });
+  if (!k.given && !h.keep_larger) {
+    forget_others(g, h, k, kept);
+  }
 }
 
 } // namespace
@@ -101,10 +122,7 @@ void sm3_dense_update(
     const SM3Hyperparameters& h,
     const SM3Coefficients<C>& coefficients) {
   const SM3RowKernels<C> kernels;
-  // In a part of the view the numbers of other parts become those of no element,
-  // as they do under every cover, so that a maximum over all parts is right.
-  const bool is_whole = g.begin == 0 && g.end == g.numel;
-  if (is_whole && sm3_rows(g).kind == SM3Rows::Kind::kDiagonal) {
+  if (sm3_rows(g).kind == SM3Rows::Kind::kDiagonal) {
     update_diagonal(g, h, coefficients);
     return;
   }

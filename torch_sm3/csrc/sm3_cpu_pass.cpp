@@ -81,7 +81,7 @@ class Pass {
         k_(coefficients),
         kernel_(kernel),
         rows_(sm3_rows(geometry)) {
-    // Of no elements there are no columns, and maybe axes of size 0 to count in.
+    // Without elements there are no rows, and a view to divide by may hold a 0.
     if (rows_.kind == SM3Rows::Kind::kRows && g_.begin != g_.end) {
       find_columns();
     }
@@ -99,7 +99,8 @@ class Pass {
     if (by_rows && direct_ < 0) {
       total_.columns.assign(rows_.length, C(0));
     }
-    // Rows are those of the view; aligned elements count from where the part begins.
+    // Rows are those of the view; aligned elements count from where the part
+    // begins.
     const int64_t origin = by_rows ? 0 : g_.begin;
     const int64_t first = (g_.begin - origin) / unit;
     const int64_t last = (g_.end - origin + unit - 1) / unit;
@@ -111,9 +112,7 @@ class Pass {
         walk_rows(begin, end, mine);
       } else {
         walk_elements(
-            origin + begin * unit,
-            std::min(origin + end * unit, g_.end),
-            mine);
+            origin + begin * unit, std::min(origin + end * unit, g_.end), mine);
       }
       merge(mine);
     });

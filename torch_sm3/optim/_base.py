@@ -6,49 +6,22 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from torch_sm3.optim import _state
 from torch_sm3.optim._batch import ResolvedCover
-from torch_sm3.optim._options import check_group, check_param, make_plain
+from torch_sm3.optim._hints import ShapeHint, check_hint, is_flattened
+from torch_sm3.optim._options import check_group, check_param, expect, make_plain
 from torch_sm3.optim._plan import Plan, unique
 from torch_sm3.optim._resolve import resolve
 
 #: What :meth:`SM3.state_bytes` counts apart.
 KINDS = ("accumulator", "momentum", "scale", "compensation", "step")
-# A vector this long is more likely a model flattened by an engine than a bias.
-_FLATTENED = 2**20
-
-
-@dataclass(frozen=True)
-class ShapeHint:
-    """The tensor that a 1-D parameter is a range of, see ``SM3.set_shape_hint``."""
-
-    shape: tuple[int, ...]
-    offset: int
-    process_group: Any
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A process group has no copy; its name finds it again.
-        name = getattr(self.process_group, "group_name", None)
-        return _restored_hint, (self.shape, self.offset, name)
-
-    def __deepcopy__(self, _: dict[int, Any]) -> ShapeHint:
-        return self
-
-
-def _restored_hint(shape: tuple[int, ...], offset: int, name: str | None) -> ShapeHint:
-    if name is None:
-        return ShapeHint(shape, offset, None)
-    known: Any = dist.distributed_c10d
-    return ShapeHint(shape, offset, known._resolve_process_group(name))
 
 
 class SM3Base(Optimizer):
@@ -87,9 +60,11 @@ class SM3Base(Optimizer):
                 the defaults.
 
         Raises:
-            ValueError: as the constructor, as the others.
-            TypeError: see there.
-            RuntimeError: see there.
+            ValueError: for options and parameters that the constructor refuses, and
+                parameters of another group; as there, the errors that follow.
+            TypeError: for what is no dict or no parameter.
+            NotImplementedError: for float64 with momentum of low precision.
+            RuntimeError: for implementations that exclude each other.
         """
         if isinstance(param_group, dict):
             group = {**self.defaults, **param_group}
@@ -109,6 +84,12 @@ class SM3Base(Optimizer):
             raise
 
     def _check_flags(self, group: Mapping[str, Any]) -> None:
+        expect(
+            "skip_nonfinite" not in group,
+            "skip_nonfinite for the whole optimizer",
+            "it in a group",
+            "params",
+        )
         if group["differentiable"] and self._skip_nonfinite:
             raise RuntimeError(
                 "SM3: expected skip_nonfinite=False with differentiable=True, but got "
@@ -176,8 +157,9 @@ class SM3Base(Optimizer):
     def _complete(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Create what a parameter's state lacks, and move it to the parameter."""
         state: dict[str, Any] = self.state[param]
-        # Momentum waits for a dense gradient: sparse ones do not use it.
-        waits = param.grad is not None and param.grad.layout != torch.strided
+        # Momentum that is not there from the start waits for a dense gradient.
+        grad = param.grad
+        waits = bool(state) if grad is None else grad.layout != torch.strided
         for key, (shape, dtype) in self._layout(param, group).items():
             if key in state or (waits and key.startswith("momentum")):
                 continue
@@ -204,7 +186,10 @@ class SM3Base(Optimizer):
         for group in self.param_groups:
             make_plain(group)
         for group, param in self._params():
-            if param.requires_grad or param.grad is not None or param in self.state:
+            # Lazy modules tell their shapes in their first forward pass.
+            known = not is_lazy(param)
+            wanted = param.requires_grad or param.grad is not None
+            if known and (wanted or self.state.get(param)):
                 self._complete(param, group)
 
     def _prune(self) -> None:
@@ -218,7 +203,7 @@ class SM3Base(Optimizer):
         if stale:
             self._plan = None
             warnings.warn(
-                f"SM3: dropped the state of {len(stale)} parameters that are in no "
+                f"SM3: dropped the state of {len(stale)} parameter(s) that are in no "
                 "group any more; load a state dict after parameters are replaced",
                 stacklevel=4,
             )
@@ -227,7 +212,7 @@ class SM3Base(Optimizer):
         if "flattened" in self._warned:
             return
         for _, param in self._params():
-            if not self._is_sharded(param) and _is_flattened(param):
+            if not self._is_sharded(param) and is_flattened(param):
                 self._warned.add("flattened")
                 warnings.warn(
                     f"SM3: a 1-D parameter of {param.numel()} elements takes as many "
@@ -270,29 +255,12 @@ class SM3Base(Optimizer):
             384
         """
         groups = [group for group, known in self._params() if known is param]
-        if not groups:
-            raise _hint_error("a parameter of this optimizer", "another", "param")
-        if self.state.get(param):
-            raise RuntimeError(
-                "SM3.set_shape_hint: expected a parameter without state, but got one "
-                "after its first step (argument 'param')"
-            )
-        if param.dim() != 1:
-            raise _hint_error("a 1-D parameter", f"{param.dim()}-D", "param")
-        if process_group is not None and not hasattr(process_group, "rank"):
-            # What torch.distributed.new_group gives to ranks outside.
-            raise _hint_error(
-                "a process group with this rank", process_group, "process_group"
-            )
-        numel = math.prod(shape)
-        if offset < 0 or offset + param.numel() > numel:
-            raise _hint_error(
-                f"a range within the {numel} elements of {tuple(shape)}",
-                f"[{offset}, {offset + param.numel()})",
-                "offset",
-            )
+        hint = ShapeHint(tuple(shape), offset, process_group)
+        check_hint(
+            hint, param, known=bool(groups), has_state=bool(self.state.get(param))
+        )
         resolve(groups[0]["cover"], shape, groups[0]["compat"])
-        self._hints[param] = ShapeHint(tuple(shape), offset, process_group)
+        self._hints[param] = hint
         self._plan = None
 
     @property
@@ -335,13 +303,6 @@ class SM3Base(Optimizer):
         return sizes if detail else sum(sizes.values())
 
 
-def _is_flattened(param: Tensor) -> bool:
-    # FSDP1 and DeepSpeed mark what they made.
-    if getattr(param, "_is_flat_param", False) or hasattr(param, "ds_id"):
-        return True
-    return not is_lazy(param) and param.dim() == 1 and param.numel() >= _FLATTENED
-
-
 def _kind(key: str) -> str | None:
     """Return what a state tensor counts as, None for one that is not ours."""
     if key.startswith("accumulator_"):
@@ -349,9 +310,3 @@ def _kind(key: str) -> str | None:
     names = {"momentum_buffer": "momentum", "momentum_scale": "scale"}
     name = names.get(key, key)
     return name if name in KINDS else None
-
-
-def _hint_error(expected: str, value: object, name: str) -> ValueError:
-    return ValueError(
-        f"SM3.set_shape_hint: expected {expected}, but got {value} (argument {name!r})"
-    )

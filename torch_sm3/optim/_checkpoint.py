@@ -29,17 +29,25 @@ class CheckpointedSM3(SM3Base):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from a pickle or a loaded state dict, filling missing options."""
-        # The base class puts another dict here; this one is emptied on the way.
-        present = self.__dict__.get("state", {})
+        before = self.__dict__.get("param_groups"), self.__dict__.get("state")
         super().__setstate__(state)
         self._plan = None
         self._stale = set()
-        self.__dict__.setdefault("_loading", None)
+        # A pickle of an earlier version, or of a subclass, may lack some.
+        missing: dict[str, Any] = {
+            "_skip_nonfinite": False,
+            "_skipped": {},
+            "_hints": {},
+            "_warned": set(),
+            "_loading": None,
+        }
+        for name, value in missing.items():
+            self.__dict__.setdefault(name, value)
         for group in self.param_groups:
             fill(group)
             make_plain(group)
         if self._loading is not None:
-            self._load_state(self._loading, present)
+            self._load(self._loading, before)
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and options as plain data, readable with ``weights_only``.
@@ -89,27 +97,34 @@ class CheckpointedSM3(SM3Base):
             return {**full, "state": {}}
 
         self._settle()
-        before = self.param_groups, self.state
         handle = self.register_load_state_dict_pre_hook(take)
         try:
             super().load_state_dict(state_dict)
-        except Exception:
-            self.param_groups, self.state = before
-            raise
         finally:
             handle.remove()
             self._loading = None
 
-    def _load_state(self, full: dict[str, Any], present: dict[Any, Any]) -> None:
-        saved = [key for group in full["param_groups"] for key in group["params"]]
-        pairs = [(g, param) for g in self.param_groups for param in g["params"]]
-        by_key = dict(zip(saved, pairs, strict=True))
-        # Everything is checked before anything is kept.
-        for key, state in full["state"].items():
-            if key in by_key:
-                group, param = by_key[key]
-                self._check_saved(key, param, group, state)
-        for key, state in full["state"].items():
+    def _load(self, full: dict[str, Any], before: tuple[Any, Any]) -> None:
+        """Fill the state from a full state dict whose groups are in place already.
+
+        Args:
+            full: state dict.
+            before: groups and state to return to where shapes do not fit.
+        """
+        keys = [key for group in full["param_groups"] for key in group["params"]]
+        pairs = [(group, p) for group in self.param_groups for p in group["params"]]
+        by_key = dict(zip(keys, pairs, strict=True))
+        saved: dict[Any, Any] = full["state"]
+        try:
+            for key, state in saved.items():
+                if key in by_key:
+                    group, param = by_key[key]
+                    self._check_saved(key, param, group, state)
+        except ValueError:
+            self.param_groups, self.state = before
+            raise
+        present = before[1] or {}
+        for key, state in saved.items():
             if key not in by_key:
                 self.state[key] = state
                 continue

@@ -12,7 +12,7 @@ from torch_sm3 import _ops
 from torch_sm3.optim import _step
 from torch_sm3.optim._batch import Options
 from torch_sm3.optim._fused import Entry, encode_cover, is_fusable
-from torch_sm3.optim._numbers import computing_type, numbers_of
+from torch_sm3.optim._numbers import numbers_of
 from torch_sm3.optim._plan import Work
 from torch_sm3.optim._sets import sets_of
 
@@ -30,7 +30,7 @@ def accumulate(work: Work, options: Options) -> None:
     for entry, grad in zip(work.entries, work.grads, strict=True):
         if not entry.param.numel():
             continue
-        numbers = numbers_of(options, computing_type(entry.param))
+        numbers = numbers_of(options, entry.param)
         skip = _step.Skip(options, entry.param.device)
         squares = _maxima(entry, grad, options)
         for old, square in zip(entry.accumulators, squares, strict=True):
@@ -48,5 +48,5 @@ def _maxima(entry: Entry, grad: Tensor, options: Options) -> list[Tensor]:
     is_whole = math.prod(cover.view) == param.numel()
     if is_whole and is_fusable(grad):
         return _ops.sm3_maxima([grad], encode_cover(cover), options.grad_scale)
-    g, _ = _step.scaled_gradient(grad, numbers_of(options, computing_type(param)))
+    g, _ = _step.scaled_gradient(grad, numbers_of(options, param))
     return sets_of(param, cover, entry.place).maxima(g * g)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_sm3.optim import _state
 from torch_sm3.optim._batch import Batch, Place
 from torch_sm3.optim._checkpoint import CheckpointedSM3
-from torch_sm3.optim._fused import Entry, is_fusable, lists
+from torch_sm3.optim._fused import DEVICES, Entry, Lists, is_fusable, lists
 from torch_sm3.optim._plan import Lane, Plan, Work, unique
 from torch_sm3.optim._presets import PRESETS
 
@@ -61,7 +61,6 @@ class GatheringSM3(CheckpointedSM3):
         return Entry(
             owner=param,
             param=param,
-            state=state,
             accumulators=found,
             momentum_buffer=buffer,
             momentum_scale=state["momentum_scale"] if is_int8 else None,
@@ -90,6 +89,13 @@ class GatheringSM3(CheckpointedSM3):
             self.init_state()
             plan = self._plan = self._make_plan()
         return plan
+
+    def _skips_on(self, device: torch.device) -> Tensor:
+        """Return the count of skipped steps that a device decided on."""
+        if device not in self._skipped:
+            zero = torch.zeros((), dtype=torch.int64, device=device)
+            self._skipped[device] = zero
+        return self._skipped[device]
 
     def _refuse_missing_state(self) -> None:
         for _, param in self._params():
@@ -124,6 +130,10 @@ class GatheringSM3(CheckpointedSM3):
                     lane.entries.append(
                         self._entry(param, group, state, ordinals[id(param)])
                     )
+        for lane in lanes.values():
+            # Before a graph is captured, in which a new count would begin each time.
+            if lane.device.type == "cuda":
+                self._skips_on(lane.device)
         return Plan.of(self.param_groups, self.state, list(lanes.values()), waiting)
 
     def _watch_stale(self, works: list[Work]) -> None:
@@ -160,7 +170,16 @@ class GatheringSM3(CheckpointedSM3):
             if lane.whole is None and lane.path == "fused":
                 lane.whole = self._whole(lane)
             if lane.whole is not None:
-                return [Work(lane.group, lane.device, lane.path, [], given, lane.whole)]
+                return [
+                    Work(
+                        lane.group,
+                        lane.device,
+                        lane.path,
+                        lane.entries,
+                        given,
+                        lane.whole,
+                    )
+                ]
         return self._pick(lane, grads)
 
     def _works_of(
@@ -174,7 +193,7 @@ class GatheringSM3(CheckpointedSM3):
         _check_lane(lane)
         return self._pick(lane, [grad])
 
-    def _whole(self, lane: Lane) -> Any:
+    def _whole(self, lane: Lane) -> Lists | None:
         """Return lists of all parameters of a lane, None while momentum is missing."""
         entries = lane.entries or []
         if any(self._lacks_momentum(lane.group, entry) for entry in entries):
@@ -213,10 +232,10 @@ class GatheringSM3(CheckpointedSM3):
 def _check_lane(lane: Lane) -> None:
     """Refuse parameters that a flag does not fit, once one has a gradient."""
     device, group = lane.device, lane.group
-    if lane.path == "fused" and device.type not in ("cpu", "cuda"):
+    if lane.path == "fused" and device.type not in DEVICES:
         raise RuntimeError(
             "`fused=True` requires all the params to be floating point Tensors of "
-            f"supported devices: ['cpu', 'cuda'] but got {device.type}"
+            f"supported devices: {list(DEVICES)} but got {device.type}"
         )
     if not group["capturable"] and device.type != "cuda":
         return

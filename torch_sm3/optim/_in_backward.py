@@ -306,7 +306,10 @@ class SM3InBackward(SM3):
     @torch.no_grad()
     def _is_skipped(self, norm: GradientNorm) -> bool:
         found = self._agreed(norm.found)
-        return found is not None and bool(self._counted(found))
+        if found is None:
+            return False
+        self._skips_on(found.device).add_(found != 0)
+        return bool(found)
 
     def _do_step(self) -> None:
         self._begin()

@@ -31,7 +31,12 @@ class DenseSets:
         return found.expand(view).reshape(self._shape)
 
     def maxima(self, values: Tensor) -> list[Tensor]:
-        """Return the largest value of each set, in the accumulators' shapes."""
+        """Return the largest value of each set, in the accumulators' shapes.
+
+        Nothing is larger than 0 in a set without elements, as of an empty shard.
+        """
+        if not values.numel():
+            return [values.new_zeros(shape) for shape in self._cover.shapes]
         whole = values.reshape(self._cover.view)
         result = []
         for group, shape in zip(self._cover.axes, self._cover.shapes, strict=True):

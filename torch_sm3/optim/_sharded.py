@@ -81,13 +81,8 @@ class ShardedSM3(GatheringSM3):
                 "SM3: expected plain tensors with differentiable=True, but got a "
                 "DTensor (argument 'params')"
             )
-        if "momentum_scale" in layout:
-            hint = self._hints.get(param)
-            if shards:
-                check_scale_blocks(param, list(shards.spread.all_runs(param.dim() - 1)))
-            elif hint and param.numel():
-                ends = (hint.offset, hint.offset + param.numel(), hint.shape[-1])
-                check_hinted_blocks(ends)
+        if shards and "momentum_scale" in layout:
+            check_scale_blocks(param, list(shards.spread.all_runs(param.dim() - 1)))
         return layout
 
     def _placements_of(self, param: Any, shards: Shards, key: str) -> tuple[Any, ...]:
@@ -327,23 +322,6 @@ class ShardedSM3(GatheringSM3):
         """Restore from a pickle or a loaded state dict, filling missing options."""
         self._forget_shards()
         super().__setstate__(state)
-
-
-def check_hinted_blocks(ends: tuple[int, int, int]) -> None:
-    """Check that blocks of an int8 buffer are those of the tensor before flattening.
-
-    Args:
-        ends: start and stop of the range, and the size of the last dimension.
-
-    Raises:
-        ValueError: if a block would hold elements of two.
-    """
-    if any(end % _state.SCALE_BLOCK for end in ends):
-        raise ValueError(
-            "SM3: expected a range and rows that end at multiples of "
-            f"{_state.SCALE_BLOCK} with int8 momentum, but got range [{ends[0]}, "
-            f"{ends[1]}) and rows of {ends[2]} (argument 'momentum_dtype')"
-        )
 
 
 def _group_of(process_group: Any) -> Any:

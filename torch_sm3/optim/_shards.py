@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_sm3.optim._batch import ResolvedCover
 from torch_sm3.optim._placements import Runs, Spread, length, spread_of
-from torch_sm3.optim._state import SCALE_BLOCK
+from torch_sm3.optim._storage import BLOCK
 
 
 @dataclass(frozen=True)
@@ -227,9 +227,9 @@ def check_scale_blocks(param: Tensor, runs: Sequence[Runs]) -> None:
     """
     last = param.shape[-1]
     ends = {end for one in runs for run in one for end in run} - {last}
-    if any(end % SCALE_BLOCK for end in ends):
+    if any(end % BLOCK for end in ends):
         raise ValueError(
             "SM3: expected shards that end at multiples of "
-            f"{SCALE_BLOCK} in the last dimension with int8 momentum, but got "
+            f"{BLOCK} in the last dimension with int8 momentum, but got "
             f"{sorted(ends)} of {last} (argument 'momentum_dtype')"
         )

@@ -16,7 +16,7 @@ from torch_sm3.optim._fused import Entry, fused_sm3, fused_sparse_sm3, lists
 from torch_sm3.optim._gather import batch_of
 from torch_sm3.optim._multi import multi_tensor_sm3 as _multi_tensor_sm3
 from torch_sm3.optim._plan import Work
-from torch_sm3.optim._scaling import learning_rate, nonfinite, on
+from torch_sm3.optim._scaling import nonfinite, step_options
 from torch_sm3.optim._sharded import ShardedSM3
 from torch_sm3.optim._single import single_tensor_sm3 as _single_tensor_sm3
 from torch_sm3.optim._sparse import sparse_sm3 as _sparse_sm3
@@ -183,7 +183,7 @@ class SM3(ShardedSM3):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.set_grad_enabled(self.defaults["differentiable"]):
+        with torch.no_grad():
             self._do_step()
         return loss
 
@@ -199,7 +199,8 @@ class SM3(ShardedSM3):
         scale = getattr(self, "grad_scale", None)
         calls = [] if skip else [(w, self._options(w, scale, found)) for w in works]
         for work, options in self._before_update(calls):
-            run(work, options)
+            with torch.set_grad_enabled(work.group["differentiable"]):
+                run(work, options)
         self._after_update()
 
     def _decide(self, works: list[Work]) -> tuple[bool, Tensor | None]:
@@ -212,40 +213,18 @@ class SM3(ShardedSM3):
         found = self._agreed(found)
         if found is None:
             return False, None
-        found = self._counted(found.reshape(()))
+        found = found.detach().reshape(())
+        self._skips_on(found.device).add_(found != 0)
         on_device = found.device.type != "cpu" and all(
             steps_follow(work.group, self._skip_nonfinite) for work in works
         )
         return (False, found) if on_device else (bool(found), None)
 
-    def _counted(self, found: Tensor) -> Tensor:
-        """Count a step that a flag skips, and return the flag."""
-        if found.device not in self._skipped:
-            zero = torch.zeros((), dtype=torch.int64, device=found.device)
-            self._skipped[found.device] = zero
-        self._skipped[found.device].add_(found != 0)
-        return found
-
     def _options(
         self, work: Work, scale: Tensor | None, found: Tensor | None
     ) -> Options:
-        group, device = work.group, work.device
-        return Options(
-            lr=learning_rate(group["lr"], device),
-            momentum=group["momentum"],
-            beta2=group["beta2"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            variant=group["variant"],
-            compat=group["compat"],
-            maximize=group["maximize"],
-            stochastic_rounding=group["stochastic_rounding"],
-            seed=group["seed"],
-            capturable=group["capturable"],
-            differentiable=group["differentiable"],
-            grad_scale=on(scale, device),
-            found_inf=on(found, device),
-        )
+        """Return the options of one call, on its device."""
+        return step_options(work.group, work.device, scale, found)
 
 
 def run(work: Work, options: Options) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_sm3.optim import _step
 from torch_sm3.optim._batch import Options, Place, ResolvedCover
-from torch_sm3.optim._numbers import Numbers, computing_type, numbers_of
+from torch_sm3.optim._numbers import Numbers, numbers_of
 from torch_sm3.optim._random import random_bits
 from torch_sm3.optim._sets import least_at, set_positions
 
@@ -55,7 +55,7 @@ def sparse_sm3(
     count = step + 1
     values, indices = grad.values(), grad.indices()
     if values.numel():
-        numbers = numbers_of(options, computing_type(param))
+        numbers = numbers_of(options, param)
         g, finite = _step.scaled_gradient(values, numbers)
         groups = _groups_in_use(cover, param.shape, numbers)
         start = place.start if math.prod(cover.view) != param.numel() else 0
@@ -169,26 +169,20 @@ def _flat_numbers(
     return numbers
 
 
-def _in_one_row(group: tuple[int, ...], view: tuple[int, ...], row: int) -> bool:
-    """Tell whether each set of a group lies in one row of ``row`` elements."""
-    for a, size in enumerate(view):
-        if a not in group and size > 1:
-            # From here on a set may spread over all of this many elements.
-            return row % math.prod(view[a:]) == 0
-    return True
-
-
 def _groups_in_use(
     cover: ResolvedCover, shape: torch.Size, numbers: Numbers
 ) -> list[int]:
-    """Return the groups that are read and written: all, or the rows' alone."""
+    """Return the groups that are read and written: all, or the rows' alone.
+
+    The rows' is the first that holds an axis of dim 0; without any it is the first.
+    """
     every = list(range(len(cover.axes)))
     if not numbers.preset.rows_only:
         return every
     row = math.prod(shape[1:])
-    return [k for k in every if _in_one_row(cover.axes[k], cover.view, row)][
-        :1
-    ] or every
+    of_rows = {a for a in range(len(cover.view)) if math.prod(cover.view[a:]) > row}
+    of_rows = {a for a in of_rows if cover.view[a] > 1}
+    return [k for k in every if of_rows & set(cover.axes[k])][:1] or every[:1]
 
 
 def _assigned(
@@ -204,3 +198,12 @@ def _assigned(
         lazy and sparse_dim == 1 and _in_one_row(group, cover.view, row)
         for group in cover.axes
     ]
+
+
+def _in_one_row(group: tuple[int, ...], view: tuple[int, ...], row: int) -> bool:
+    """Tell whether each set of a group lies in one row of ``row`` elements."""
+    for a, size in enumerate(view):
+        if a not in group and size > 1:
+            # From here on a set may spread over all of this many elements.
+            return row % math.prod(view[a:]) == 0
+    return True

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from torch_sm3.optim._batch import ResolvedCover
 from torch_sm3.optim._options import MOMENTUM_DTYPES
+from torch_sm3.optim._storage import BLOCK
 
-#: Elements of an int8 momentum buffer that share a scale.
-SCALE_BLOCK = 256
 # Below this an int8 buffer saves nothing worth its rounding.
 _LEAST_INT8 = 4096
 
@@ -55,11 +54,12 @@ def layout(
         found[f"accumulator_{i}"] = (size, computing)
     own = tuple(param.shape)
     if group["momentum"] > 0:
-        dtype = momentum_dtype(param.dtype, shape, group["momentum_dtype"])
+        # Blocks of a flat range are not those of the rows of the whole.
+        whole = shape if len(shape) == len(own) else own
+        dtype = momentum_dtype(param.dtype, whole, group["momentum_dtype"])
         found["momentum_buffer"] = (own, dtype)
         if dtype == torch.int8:
-            blocks = math.ceil(own[-1] / SCALE_BLOCK)
-            found["momentum_scale"] = ((*own[:-1], blocks), torch.float32)
+            found["momentum_scale"] = (scale_shape(own), torch.float32)
     if group["kahan"] and param.dtype in (torch.bfloat16, torch.float16):
         found["compensation"] = (own, param.dtype)
     return found
@@ -113,18 +113,34 @@ def follow(param: Tensor, state: dict[str, Any], step_on: torch.device) -> None:
             state[key] = value.to(param.device)
 
 
+def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the scales of an int8 buffer."""
+    return (*shape[:-1], math.ceil(shape[-1] / BLOCK))
+
+
 def check_shapes(key: object, expected: Layout, saved: Mapping[str, Any]) -> None:
     """Check that a saved state fits the parameter that it is loaded for.
+
+    Args:
+        key: of the parameter in the state dict.
+        expected: layout under the options that are loaded.
+        saved: state.
 
     Raises:
         ValueError: with both shapes.
     """
+    shapes = {k: tuple(v.shape) for k, v in saved.items() if isinstance(v, Tensor)}
     wanted = [s for k, (s, _) in expected.items() if k.startswith("accumulator_")]
     found = [tuple(accumulator.shape) for accumulator in accumulators(saved)]
     pairs: list[tuple[str, object, object]] = [("accumulators", wanted, found)]
-    for name in ("momentum_buffer", "momentum_scale", "compensation"):
-        if name in expected and isinstance(saved.get(name), Tensor):
-            pairs.append((name, expected[name][0], tuple(saved[name].shape)))
+    for name in ("momentum_buffer", "compensation"):
+        if name in expected and name in shapes:
+            pairs.append((name, expected[name][0], shapes[name]))
+    # What was saved decides about the dtype of the buffer, and so about scales.
+    name = "momentum_buffer"
+    if name in shapes and saved[name].dtype == torch.int8:
+        scales = shapes.get("momentum_scale")
+        pairs.append(("momentum_scale", scale_shape(shapes[name]), scales))
     for name, want, got in pairs:
         if want != got:
             raise ValueError(

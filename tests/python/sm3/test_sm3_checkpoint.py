@@ -112,6 +112,22 @@ def test_a_hook_may_replace_the_state() -> None:
     assert torch.equal(optimizer.state[param]["accumulator_0"], torch.full((2,), 7.0))
 
 
+def test_a_hook_that_fails_after_the_load_leaves_the_loaded_state() -> None:
+    (param,) = parameters((3, 4))
+    optimizer = SM3([param])
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    expected = snapshot(optimizer)
+
+    def fail(_):
+        raise RuntimeError("mine")
+
+    optimizer.register_load_state_dict_post_hook(fail)
+    with pytest.raises(RuntimeError, match="mine"):
+        optimizer.load_state_dict(saved)
+    assert equal(snapshot(optimizer), expected)
+
+
 def test_missing_options_get_their_defaults() -> None:
     model = small_model()
     saved = SM3(model.parameters()).state_dict()
@@ -267,6 +283,19 @@ def test_sm3_row_17_state_of_another_shape_is_refused(
         other.load_state_dict(one.state_dict())
     assert not other.state
     assert other.param_groups[0]["lr"] == 0.7, "the optimizer is unchanged"
+
+
+def test_int8_momentum_without_its_scales_is_refused() -> None:
+    (param,) = parameters((70, 300))
+    optimizer = SM3([param], momentum=0.9, momentum_dtype=torch.int8)
+    optimizer.init_state()
+    saved = optimizer.state_dict()
+    saved["state"][0] = {**saved["state"][0], "momentum_scale": torch.zeros(70, 3)}
+    with pytest.raises(ValueError, match=r"momentum_scale.*\(70, 2\).*\(70, 3\)"):
+        optimizer.load_state_dict(saved)
+    del saved["state"][0]["momentum_scale"]
+    with pytest.raises(ValueError, match=r"momentum_scale.*\(70, 2\).*None"):
+        optimizer.load_state_dict(saved)
 
 
 def test_sm3_row_21_a_group_without_parameters_is_saved_and_loaded() -> None:

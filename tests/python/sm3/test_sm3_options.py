@@ -80,19 +80,21 @@ def test_bad_options_name_the_argument(options, error, text) -> None:
     assert len(optimizer.param_groups) == 1, "a rejected group is not kept"
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
 @pytest.mark.parametrize(
-    ("param", "text"),
+    ("make", "text"),
     [
-        (torch.ones(2, dtype=torch.complex64), "separate real and imaginary"),
-        (torch.ones(2, dtype=torch.int64), "int64"),
-        (torch.ones(2).to(torch.float8_e4m3fn), "float8"),
-        (torch.eye(2).to_sparse(), "sparse_coo"),
-        (torch.eye(2).to_sparse_csr(), "sparse_csr"),
-        (torch.zeros(1, 3).expand(4, 3), "share memory"),
+        (lambda: torch.ones(2, dtype=torch.complex64), "separate real and imaginary"),
+        (lambda: torch.ones(2, dtype=torch.int64), "int64"),
+        (lambda: torch.ones(2).to(torch.float8_e4m3fn), "float8"),
+        (lambda: torch.eye(2).to_sparse(), "sparse_coo"),
+        (lambda: torch.eye(2).to_sparse_csr(), "sparse_csr"),
+        (lambda: torch.zeros(1, 3).expand(4, 3), "share memory"),
     ],
     ids=["complex", "int", "float8", "coo", "csr", "expanded"],
 )
-def test_bad_parameters_are_refused(param, text) -> None:
+def test_bad_parameters_are_refused(make, text) -> None:
+    param = make()
     with pytest.raises(ValueError, match=f"{text}(.|\n)*'params'|'params'.*{text}"):
         SM3([param])
     optimizer = SM3([torch.nn.Parameter(torch.ones(2))])
@@ -170,6 +172,12 @@ def test_signature_of_the_constructor() -> None:
         "capturable": False,
         "differentiable": False,
     }
+
+
+def test_skipping_is_not_for_one_group() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="skip_nonfinite for the whole optimizer"):
+        SM3([{"params": [param], "skip_nonfinite": True}])
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group")
@@ -251,7 +259,7 @@ def test_fused_is_checked_when_a_gradient_is_there() -> None:
     optimizer.step()
     unused.grad = torch.ones(2, device="meta")
     before = used.detach().clone()
-    with pytest.raises(RuntimeError, match="^`fused=True` requires all the params to "):
+    with pytest.raises(RuntimeError, match=r"^`fused=True` requires all the params"):
         optimizer.step()
     assert torch.equal(used.detach(), before), "nothing is written before the check"
 
@@ -266,6 +274,8 @@ def test_capturable_refuses_parameters_on_the_cpu() -> None:
 def test_lazy_parameters_are_taken_before_their_shape_is_known(flags) -> None:
     model = torch.nn.LazyLinear(3)
     optimizer = SM3(model.parameters(), **flags)
+    optimizer.step()
+    assert not optimizer.state
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     assert optimizer.state[model.weight]["accumulator_1"].shape == (4,)

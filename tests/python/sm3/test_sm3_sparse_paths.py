@@ -164,6 +164,24 @@ def test_averaged_rows_are_assigned_and_columns_kept(implementation) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "view", [(3, 4, 2), (2, 3, 4), (8, 3), (3, 8), (2, 12), (12, 2), (6, 4), (2, 6, 2)]
+)
+def test_sets_across_rows_are_kept(view, implementation) -> None:
+    """A set with elements of two rows is not assigned when one of them is touched."""
+    shape = (4, 6)
+    groups = tuple((a,) for a in range(len(view)))
+    groups += tuple((a, a + 1) for a in range(len(view) - 1))
+    only = torch.sparse_coo_tensor([[1]], 0.01 * torch.randn(1, 6), shape)
+    for group in groups:
+        param = Param(torch.zeros(shape), [torch.randn(shape), only], (view, (group,)))
+        ours = run(implementation, [param], Options(beta2=0.5))
+        expected = run("oracle", [param], Options(beta2=0.5))
+        for one, other in zip(ours, expected, strict=True):
+            assert_same(one, other, f"{view}, {group}")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_decay_and_sparse_gradients_exclude_each_other(implementation) -> None:
     grad = torch.sparse_coo_tensor([[1]], torch.ones(1), (3,))
     made = Run(

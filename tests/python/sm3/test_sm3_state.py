@@ -218,8 +218,9 @@ def test_copies_are_independent() -> None:
     for copied in (both, restored):
         state = next(iter(copied["optimizer"].state.values()))
         assert state["step"] == 2
-        assert copied["optimizer"].param_groups[0]["lr"] is not (
-            optimizer.param_groups[0]["lr"]
+        assert (
+            copied["optimizer"].param_groups[0]["lr"]
+            is not (optimizer.param_groups[0]["lr"])
         )
         train(copied["model"], copied["optimizer"], 1)
         assert equal_states(copied["optimizer"], optimizer)
@@ -337,7 +338,7 @@ def test_sm3_row_20_replaced_parameters_leave_no_state_alive() -> None:
     twin.load_state_dict(model.state_dict())
     optimizer.param_groups[0]["params"] = list(twin.parameters())
     del model
-    with pytest.warns(UserWarning, match="dropped the state of 4 parameters"):
+    with pytest.warns(UserWarning, match="dropped the state of 4 parameter"):
         saved = optimizer.state_dict()
     gc.collect()
     assert old() is None and saved["state"] == {}
@@ -366,59 +367,3 @@ def test_sm3_row_22_gradients_of_another_dtype(dtype, grad_dtype, flags) -> None
     assert params[0].grad.dtype == grad_dtype and torch.equal(
         params[0].grad, grad.to(grad_dtype)
     )
-
-
-def test_state_bytes_predicts_and_counts() -> None:
-    cases = [
-        (torch.float32, {"momentum": 0.9}),
-        (torch.bfloat16, {"momentum": 0.9, "kahan": True}),
-        (torch.float32, {}),
-        (torch.float64, {"momentum": 0.9, "momentum_dtype": torch.float32}),
-        (torch.float32, {"momentum": 0.5, "momentum_dtype": torch.int8}),
-    ]
-    for dtype, options in cases:
-        model = torch.nn.Sequential(small_model(dtype), torch.nn.Linear(4, 1300))
-        model.to(dtype)
-        optimizer = SM3(model.parameters(), **options)
-        predicted = optimizer.state_bytes(detail=True)
-        assert not optimizer.state, "a prediction allocates nothing"
-        train(model, optimizer, 1)
-        counted = sum(
-            t.numel() * t.element_size()
-            for state in optimizer.state_dict()["state"].values()
-            for t in state.values()
-        )
-        assert optimizer.state_bytes(detail=True) == predicted
-        assert optimizer.state_bytes() == counted == sum(predicted.values())
-        kinds = ["accumulator", "momentum", "scale", "compensation", "step"]
-        assert list(predicted) == kinds
-
-
-@pytest.mark.parametrize(
-    ("shape", "floats"), [((11008, 4096), 15104), ((512, 512, 3, 3), 1030)]
-)
-def test_state_bytes_of_known_layers(shape, floats) -> None:
-    weight = torch.nn.Parameter(torch.empty(shape, device="meta"))
-    assert SM3([weight]).state_bytes(detail=True)["accumulator"] == 4 * floats
-
-
-def test_flattened_models_are_warned_of_once() -> None:
-    long = torch.nn.Parameter(torch.zeros(2**20, device="meta"))
-    flat = torch.nn.Parameter(torch.zeros(8))
-    flat._is_flat_param = True
-    zero3 = torch.nn.Parameter(torch.zeros(8))
-    zero3.ds_id = 0
-    for param in (long, flat, zero3):
-        optimizer = SM3([param, torch.nn.Parameter(torch.zeros(2**21, device="meta"))])
-        with pytest.warns(UserWarning, match=r"FSDP2(.|\n)*set_shape_hint") as caught:
-            optimizer.init_state()
-            optimizer.init_state()
-        assert len(caught) == 1
-
-
-def test_hinted_and_ordinary_parameters_are_not_warned_of(recwarn) -> None:
-    long = torch.nn.Parameter(torch.zeros(2**20, device="meta"))
-    optimizer = SM3([long, torch.nn.Parameter(torch.zeros(2**20, 1, device="meta"))])
-    optimizer.set_shape_hint(long, (1024, 1024))
-    optimizer.init_state()
-    assert not recwarn.list

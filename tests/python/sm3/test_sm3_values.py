@@ -107,3 +107,51 @@ def test_broken_and_huge_gradients_by_the_float64_oracle(implementation) -> None
             np.testing.assert_allclose(state[0]["param"], exact.w, rtol=1e-5)
             for k, mu in enumerate(exact.mu):
                 np.testing.assert_allclose(state[0][f"accumulator_{k}"], mu, rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("compat", PRESETS)
+def test_sm3_row_06_zero_gradients_of_float16(compat, implementation) -> None:
+    weight = torch.randn(6, 5).half()
+    param = Param(weight, [torch.zeros(6, 5).half()] * 4)
+    for states in run(implementation, [param], Options(compat=compat, momentum=0.9)):
+        assert torch.equal(states[0]["param"], weight)
+        assert not states[0]["accumulator_0"].any()
+        assert not states[0]["momentum_buffer"].any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_sm3_row_07_float16_tracks_float32(implementation) -> None:
+    """Gradients down to float16's subnormal numbers, whose squares it cannot hold."""
+    steps, shape = 20, (12, 9)
+    grads = [(torch.randn(shape) * 10.0 ** -(k % 7)).half() for k in range(steps)]
+    weight = torch.randn(shape).half()
+    half = run(implementation, [Param(weight, grads)], Options(lr=0.01))
+    full = run(
+        implementation,
+        [Param(weight.float(), [g.float() for g in grads])],
+        Options(lr=0.01),
+    )
+    for step, (one, other) in enumerate(zip(half, full, strict=True), 1):
+        for key in ("accumulator_0", "accumulator_1"):
+            assert torch.equal(one[0][key], other[0][key])
+        error = (one[0]["param"].float() - other[0]["param"]).abs()
+        # Each step rounds the weight once, by half a unit.
+        assert (error <= step * 2.0**-11 * (other[0]["param"].abs() + 0.2)).all()
+        assert (one[0]["param"] != weight).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_sm3_row_31_precondition_first_then_average(implementation) -> None:
+    """The first step moves by (1 - momentum) lr u, whatever the gradient's size."""
+    for size in (1e-6, 1.0, 1e6):
+        param = Param(torch.zeros(4, 5), [torch.full((4, 5), size)] * 3)
+        states = run(implementation, [param], Options(momentum=0.9))
+        u = [1.0, 1 / 2**0.5, 1 / 3**0.5]
+        m = w = 0.0
+        for step, state in enumerate(states):
+            m = 0.9 * m + 0.1 * u[step]
+            w -= 0.1 * m
+            for key, value in (("momentum_buffer", m), ("param", w)):
+                expected = torch.full((4, 5), value)
+                torch.testing.assert_close(state[0][key], expected, rtol=1e-6, atol=0)
