@@ -100,7 +100,7 @@ def _sharded(name: str) -> tuple[nn.Module, SM3]:
 
 
 def priming_changes_nothing(rank: int, folder: str) -> None:
-    """torch makes state by a step on zero gradients with lr 0."""
+    """Torch makes state by a step on zero gradients with lr 0."""
     for name in OPTIONS:
         for make in (_sharded, lambda n: (m := _model(n), _optimizer(n, m))):
             model, optimizer = make(name)
@@ -116,7 +116,9 @@ def priming_changes_nothing(rank: int, folder: str) -> None:
                 assert state.keys() == expected, name
                 for key, value in state.items():
                     if key != "step":
-                        local = value.to_local() if isinstance(value, DTensor) else value
+                        local = (
+                            value.to_local() if isinstance(value, DTensor) else value
+                        )
                         assert not local.float().any(), f"{name}: {key}"
             assert [float(g["lr"]) for g in optimizer.param_groups] == lrs
 
@@ -167,7 +169,9 @@ def saved_by_two(rank: int, folder: str) -> None:
         model, optimizer = _sharded(name)
         _run(model, optimizer, range(3))
         state, optim = get_state_dict(model, optimizer)
-        dcp.save({"model": state, "optimizer": optim}, checkpoint_id=_path(folder, name))
+        dcp.save(
+            {"model": state, "optimizer": optim}, checkpoint_id=_path(folder, name)
+        )
 
 
 def loaded_by_three(rank: int, folder: str) -> None:
