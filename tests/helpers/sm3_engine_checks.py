@@ -239,8 +239,8 @@ def _fsdp1_with_hints(rank: int) -> None:
 def _fsdp1_of_original_parameters() -> None:
     """One rank may hold nothing of a parameter, and so no gradient.
 
-    Without momentum: torch 2.14 gathers all state tensors of a parameter on the CPU into
-    one buffer, so that every key gets the last one's values, Adam's as well.
+    Without momentum: torch 2.14 gathers the state tensors of a parameter on the CPU
+    into one buffer, so that every key gets the last one's values, Adam's as well.
     """
     model = _fsdp1(use_orig_params=True)
     optimizer = SM3(model.parameters())
