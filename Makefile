@@ -24,6 +24,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 HAS_TORCH := $(VENV)/.has-$(subst /,-,$(TORCH))
 HAS_LINT := $(VENV)/.has-lint
 HAS_DOCS := $(VENV)/.has-docs
+HAS_BENCH := $(VENV)/.has-bench
 INSTALLED := build/.installed-$(notdir $(VENV))
 BUILD = $$(cat $(INSTALLED))
 comma := ,
@@ -73,6 +74,11 @@ $(HAS_DOCS): pyproject.toml $(INSTALLED)
 	$(PIP) 'torch_sm3[docs]'
 	@touch $@
 
+$(HAS_BENCH): pyproject.toml $(INSTALLED)
+	@echo "== rivals for benchmarks into $(VENV)"
+	$(PIP) 'torch_sm3[bench]'
+	@touch $@
+
 build: $(INSTALLED) ## Build the library and put it into the package (an edit rebuilds only what it touches)
 	@echo "== library"
 	cmake --build "$(BUILD)" -j $(MAX_JOBS) --target torch_sm3
@@ -101,7 +107,7 @@ test-slow: build-tests ## Run the slow Python tests
 test-install: build ## Try the editable install, the wheel and the C++ consumer, each in a fresh environment
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_SITE="$(TORCH_SITE)" tests/install.sh
 
-bench: build ## Run every benchmark; results as JSON in build/bench
+bench: build $(HAS_BENCH) ## Run every benchmark; results as JSON in build/bench
 	@mkdir -p build/bench
 	@for file in benchmarks/*.py; do echo "== $$file"; \
 	  $(BIN)/python "$$file" --json "build/bench/$$(basename "$$file" .py).json"; done

@@ -35,6 +35,15 @@ def cpu_capability() -> str:
 # --- SM3 -------------------------------------------------------------------
 
 
+def sm3_devices() -> tuple[str, ...]:
+    """Return the device types whose kernels the library was built with."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    keys = {"cpu": "CPU", "cuda": "CUDA"}
+    return tuple(
+        d for d, key in keys.items() if has_kernel("torch_sm3::sm3_update_", key)
+    )
+
+
 def sm3_accumulators(
     param: Tensor, covers: Sequence[int] = (), compat: str = ""
 ) -> list[Tensor]:

@@ -485,6 +485,12 @@ void check_view(const SM3Arguments& a, SM3Item& item) {
   }
   item.part = true;
   SM3_CHECK(
+      !sm3_present(a.momentum_scales, item),
+      a.op,
+      "momentum_buffers",
+      "no int8 momentum for a part of a flat tensor",
+      c10::str("one for parameter ", item.index));
+  SM3_CHECK(
       param.dim() == 1 && !a.sparse() &&
           item.start + param.sym_numel() <= numel,
       a.op,

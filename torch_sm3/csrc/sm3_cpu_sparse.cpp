@@ -10,6 +10,12 @@
 namespace torch_sm3 {
 namespace {
 
+// How far ahead of its update a row is asked for: in rows, and at most this much
+// of each.
+constexpr int64_t kAhead = 8;
+constexpr int64_t kMostAhead = 1024;
+constexpr int64_t kLine = 64;
+
 // What one accumulator has to do with dimension 0, whose indices are "rows".
 struct Role {
   bool holds_rows;  // some axis of dimension 0 is its own
@@ -82,6 +88,20 @@ class SparseUpdate {
  private:
   int64_t grain() const {
     return std::max<int64_t>(1, kSM3Grain / std::max<int64_t>(1, chunk_));
+  }
+
+  // Named rows lie anywhere, so the hardware cannot see them coming.
+  void prefetch(int64_t n) const {
+    const SM3Strided& param = g_.tensors.param;
+    if (n >= count_ || param.dims != 1 || param.strides[0] != 1) {
+      return;
+    }
+    const int64_t bytes = std::min(chunk_ * size_of(param.kind), kMostAhead);
+    const char* const row = static_cast<const char*>(param.data) +
+                            starts_[n] * size_of(param.kind);
+    for (int64_t at = 0; at < bytes; at += kLine) {
+      __builtin_prefetch(row + at);
+    }
   }
 
   // The first element of each named row.

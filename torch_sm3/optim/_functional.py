@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_sm3.optim._batch import Options, Place
+from torch_sm3.optim._batch import Place
 from torch_sm3.optim._cover import Cover
 from torch_sm3.optim._fused import Entry
 from torch_sm3.optim._gather import path_of
 from torch_sm3.optim._options import DEFAULTS, check_group, make_plain
 from torch_sm3.optim._plan import Work
 from torch_sm3.optim._resolve import resolve
-from torch_sm3.optim._scaling import learning_rate, on
+from torch_sm3.optim._scaling import step_options
 from torch_sm3.optim._sm3 import run
 
 
@@ -127,28 +127,7 @@ def sm3(
             f"{[len(column) for column in columns]}"
         )
     for work in _works(group, zip(*columns, strict=True)):
-        options = Options(
-            **{key: group[key] for key in _PASSED},
-            lr=learning_rate(lr, work.device, differentiable),
-            grad_scale=on(grad_scale, work.device),
-            found_inf=on(found_inf, work.device),
-        )
-        run(work, options)
-
-
-_PASSED = (
-    "momentum",
-    "beta2",
-    "eps",
-    "weight_decay",
-    "variant",
-    "compat",
-    "maximize",
-    "stochastic_rounding",
-    "seed",
-    "capturable",
-    "differentiable",
-)
+        run(work, step_options(group, work.device, grad_scale, found_inf))
 
 
 def _works(group: dict[str, Any], rows: Iterable[tuple[Any, ...]]) -> list[Work]:

@@ -13,6 +13,9 @@ from torch import Tensor
 from torch_sm3 import _ops
 from torch_sm3.optim._batch import Options, Place, ResolvedCover
 
+#: Device types that the operators run on.
+DEVICES = _ops.sm3_devices()
+
 # Stands for "automatic" in place of a view's rank.
 _AUTOMATIC = -1
 
@@ -181,9 +184,9 @@ def fused_sparse_sm3(entry: Entry, grad: Tensor, options: Options) -> None:
 
 
 def is_fusable(tensor: Tensor) -> bool:
-    """Tell whether an operator may take a tensor: plain, floating, CPU or CUDA."""
+    """Tell whether an operator takes a tensor: plain, floating, on a known device."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.device.type in ("cpu", "cuda")
+        and tensor.device.type in DEVICES
         and tensor.is_floating_point()
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_sm3.optim import _state
 from torch_sm3.optim._batch import Batch, Place
 from torch_sm3.optim._checkpoint import CheckpointedSM3
-from torch_sm3.optim._fused import Entry, Lists, is_fusable, lists
+from torch_sm3.optim._fused import DEVICES, Entry, Lists, is_fusable, lists
 from torch_sm3.optim._plan import Lane, Plan, Work, unique
 from torch_sm3.optim._presets import PRESETS
 
@@ -220,10 +220,10 @@ class GatheringSM3(CheckpointedSM3):
 def _check_lane(lane: Lane) -> None:
     """Refuse parameters that a flag does not fit, once one has a gradient."""
     device, group = lane.device, lane.group
-    if lane.path == "fused" and device.type not in ("cpu", "cuda"):
+    if lane.path == "fused" and device.type not in DEVICES:
         raise RuntimeError(
             "`fused=True` requires all the params to be floating point Tensors of "
-            f"supported devices: ['cpu', 'cuda'] but got {device.type}"
+            f"supported devices: {list(DEVICES)} but got {device.type}"
         )
     if not group["capturable"] and device.type != "cuda":
         return

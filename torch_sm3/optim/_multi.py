@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_sm3.optim._batch import Batch, Options
-from torch_sm3.optim._numbers import Numbers, computing_type, numbers_of
+from torch_sm3.optim._numbers import Numbers, numbers_of
 from torch_sm3.optim._root import square_root
 from torch_sm3.optim._sets import sets_of
 from torch_sm3.optim._single import single_tensor_sm3
@@ -68,7 +68,7 @@ def _kind(batch: Batch, i: int, options: Options) -> object:
 def _step_group(batch: Batch, options: Options) -> None:
     if Skip(options, batch.params[0].device).known:
         return
-    numbers = numbers_of(options, computing_type(batch.params[0]))
+    numbers = numbers_of(options, batch.params[0])
     torch._foreach_add_(batch.steps, 1)
     u = [torch.empty_like(param, dtype=numbers.dtype) for param in batch.params]
     nu = _accumulate(batch, u, options.variant, numbers)

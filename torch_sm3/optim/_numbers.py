@@ -69,15 +69,18 @@ class Numbers:
         return ROOT_MAX[self.dtype]
 
 
-def numbers_of(options: Options, dtype: torch.dtype) -> Numbers:
-    """Round the options of a step to ``dtype``.
+def numbers_of(options: Options, param: Tensor) -> Numbers:
+    """Round the options of a step to the type that ``param`` is computed in.
 
     The difference from 1 of momentum and beta2 is taken before they are rounded.
+    Tensors among them go to the parameter's device, as foreach functions ask for.
     """
+    dtype, device = computing_type(param), param.device
     preset = PRESETS[options.compat]
     ema = options.beta2 is not None and options.beta2 < 1
     beta2 = options.beta2 if options.beta2 is not None else 1.0
     lr = _round(options.lr, dtype)
+    lr = lr.to(device) if isinstance(lr, Tensor) else lr
     decoupled = options.weight_decay != 0 and not preset.decay_first
     weight_decay = _round_float(options.weight_decay, dtype)
     lr_decay = _round(lr * weight_decay, dtype) if decoupled else 0.0
@@ -94,7 +97,7 @@ def numbers_of(options: Options, dtype: torch.dtype) -> Numbers:
         add=_round_float(1.0 - beta2, dtype),
         eps=_round_float(preset.eps if options.eps is None else options.eps, dtype),
         outside=_round_float(preset.outside, dtype),
-        factor=_gradient_factor(options, dtype),
+        factor=_gradient_factor(options, dtype, device),
     )
 
 
@@ -110,10 +113,12 @@ def _round(x: float | Tensor, dtype: torch.dtype) -> float | Tensor:
     return _round_float(x, dtype)
 
 
-def _gradient_factor(options: Options, dtype: torch.dtype) -> float | Tensor | None:
+def _gradient_factor(
+    options: Options, dtype: torch.dtype, device: torch.device
+) -> float | Tensor | None:
     sign = -1.0 if options.maximize else 1.0
     if options.grad_scale is None:
         return sign if options.maximize else None
     scale = options.grad_scale.reshape(()).to(torch.float64)
     inverse = (torch.ones_like(scale) / scale).to(torch.float32)
-    return inverse.to(dtype) * sign
+    return inverse.to(device, dtype) * sign

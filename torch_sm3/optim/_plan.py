@@ -72,7 +72,7 @@ def _options_of(group: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _states(state: dict[Any, Any]) -> list[dict[str, Any]]:
-    return [one for one in state.values() if type(one) is dict]
+    return [one for one in state.values() if isinstance(one, dict)]
 
 
 @dataclass

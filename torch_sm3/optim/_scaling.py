@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss scaling and skipped steps: one flag for a whole step, kept on the device."""
+"""Loss scaling, skipped steps and other options, on the device of their tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_sm3 import _ops
+from torch_sm3.optim._batch import Options
 from torch_sm3.optim._fused import is_fusable
 from torch_sm3.optim._plan import Work
 
 
-def on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     """Return a one-element tensor on a device, without waiting between GPUs."""
     return None if tensor is None else tensor.to(device, non_blocking=True)
 
@@ -44,7 +46,7 @@ def nonfinite(works: Sequence[Work]) -> Tensor | None:
     return total
 
 
-def learning_rate(
+def _learning_rate(
     lr: float | Tensor, device: torch.device, differentiable: bool
 ) -> float | Tensor:
     """Return a learning rate that an operation on a device takes without a copy.
@@ -59,3 +61,35 @@ def learning_rate(
     if lr.device.type == "cpu" or device.type == "cpu":
         return lr.item()
     return lr.detach().to(device, non_blocking=True)
+
+
+def step_options(
+    group: Mapping[str, Any],
+    device: torch.device,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> Options:
+    """Return the options of one call.
+
+    Args:
+        group: options of a parameter group.
+        device: of the parameters, which tensors are moved to.
+        grad_scale: gradients are divided by it.
+        found_inf: the step is skipped where it is not 0.
+    """
+    return Options(
+        lr=_learning_rate(group["lr"], device, group["differentiable"]),
+        momentum=group["momentum"],
+        beta2=group["beta2"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        variant=group["variant"],
+        compat=group["compat"],
+        maximize=group["maximize"],
+        stochastic_rounding=group["stochastic_rounding"],
+        seed=group["seed"],
+        capturable=group["capturable"],
+        differentiable=group["differentiable"],
+        grad_scale=_on(grad_scale, device),
+        found_inf=_on(found_inf, device),
+    )

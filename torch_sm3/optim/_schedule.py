@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -75,7 +76,7 @@ class WarmupConstantLR(LRScheduler):
         last_epoch: int = -1,
     ) -> None:
         _expect(warmup_steps >= 0, "a count >= 0", warmup_steps, "warmup_steps")
-        _expect(power > 0, "a number > 0", power, "power")
+        _expect(0 < power < math.inf, "a finite number > 0", power, "power")
         fraction = cooldown_fraction
         _expect(0 <= fraction < 1, "a share in [0, 1)", fraction, "cooldown_fraction")
         _expect(
@@ -84,8 +85,7 @@ class WarmupConstantLR(LRScheduler):
             total_steps,
             "total_steps",
         )
-        # Halves go up, as in C++.
-        cooldown = 0 if total_steps is None else int(fraction * total_steps + 0.5)
+        cooldown = 0 if total_steps is None else round(fraction * total_steps)
         _expect(
             total_steps is None or warmup_steps + cooldown <= total_steps,
             f"at least {warmup_steps} warm-up + {cooldown} cool-down steps",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torch_sm3.optim import _step
 from torch_sm3.optim._batch import Batch, Options
-from torch_sm3.optim._numbers import Numbers, computing_type, numbers_of
+from torch_sm3.optim._numbers import Numbers, numbers_of
 from torch_sm3.optim._random import element_numbers, random_bits
 from torch_sm3.optim._sets import DenseSets, RangeSets, sets_of
 from torch_sm3.optim._storage import decode_blocks, encode_blocks
@@ -43,7 +43,7 @@ def _results(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of a tensor and its new value."""
     param, place = batch.params[i], batch.places[i]
-    numbers = numbers_of(options, computing_type(param))
+    numbers = numbers_of(options, param)
     sets = sets_of(param, batch.covers[i], place)
     bits = None
     if options.stochastic_rounding:

@@ -16,7 +16,7 @@ from torch_sm3.optim._fused import Entry, fused_sm3, fused_sparse_sm3, lists
 from torch_sm3.optim._gather import GatheringSM3, batch_of
 from torch_sm3.optim._multi import multi_tensor_sm3 as _multi_tensor_sm3
 from torch_sm3.optim._plan import Work
-from torch_sm3.optim._scaling import learning_rate, nonfinite, on
+from torch_sm3.optim._scaling import nonfinite, step_options
 from torch_sm3.optim._single import single_tensor_sm3 as _single_tensor_sm3
 from torch_sm3.optim._sparse import sparse_sm3 as _sparse_sm3
 from torch_sm3.optim._state import steps_follow
@@ -230,23 +230,8 @@ class SM3(GatheringSM3):
     def _options(
         self, work: Work, scale: Tensor | None, found: Tensor | None
     ) -> Options:
-        group, device = work.group, work.device
-        return Options(
-            lr=learning_rate(group["lr"], device, group["differentiable"]),
-            momentum=group["momentum"],
-            beta2=group["beta2"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            variant=group["variant"],
-            compat=group["compat"],
-            maximize=group["maximize"],
-            stochastic_rounding=group["stochastic_rounding"],
-            seed=group["seed"],
-            capturable=group["capturable"],
-            differentiable=group["differentiable"],
-            grad_scale=on(scale, device),
-            found_inf=on(found, device),
-        )
+        """Return the options of one call, on its device."""
+        return step_options(work.group, work.device, scale, found)
 
     def _update(self, work: Work, options: Options) -> None:
         """Do one call of one implementation."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_sm3.optim import _step
 from torch_sm3.optim._batch import Options, Place, ResolvedCover
-from torch_sm3.optim._numbers import Numbers, computing_type, numbers_of
+from torch_sm3.optim._numbers import Numbers, numbers_of
 from torch_sm3.optim._random import random_bits
 from torch_sm3.optim._sets import least_at, set_positions
 
@@ -55,7 +55,7 @@ def sparse_sm3(
     count = step + 1
     values, indices = grad.values(), grad.indices()
     if values.numel():
-        numbers = numbers_of(options, computing_type(param))
+        numbers = numbers_of(options, param)
         g, finite = _step.scaled_gradient(values, numbers)
         groups = _groups_in_use(cover, param.shape, numbers)
         start = place.start if math.prod(cover.view) != param.numel() else 0

@@ -166,7 +166,8 @@ for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         if dtype == torch.float16 and "stochastic_rounding" in option:
             continue
         p = [torch.randn(s).to(dtype) for s in shapes]
-        a = [one for w in p for one in ops.sm3_accumulators(w, [], option.get("compat", ""))]
+        compat = option.get("compat", "")
+        a = [one for w in p for one in ops.sm3_accumulators(w, [], compat)]
         m = [torch.zeros_like(w) for w in p] if "momentum" in option else []
         s = [torch.zeros((), dtype=torch.int64) for w in p]
         for _ in range(2):

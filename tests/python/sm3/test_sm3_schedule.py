@@ -41,6 +41,7 @@ def rates(scheduler, optimizer, steps: int) -> list[float]:
         (4, 0.5, 20, 0.3),
         (10, 2.0, 20, 0.5),
         (0, 2.0, 7, 0.9),
+        (0, 2.0, 25, 0.1),
         (1, 2.0, 1, 0.0),
     ],
 )
@@ -102,6 +103,7 @@ def test_a_resumed_run_has_the_same_rates() -> None:
         ({"warmup_steps": 1, "power": 0.0}, "'power'"),
         ({"warmup_steps": 1, "power": -2.0}, "'power'"),
         ({"warmup_steps": 1, "power": math.nan}, "'power'"),
+        ({"warmup_steps": 1, "power": math.inf}, "'power'"),
         ({"warmup_steps": 1, "cooldown_fraction": 0.1}, "'total_steps'"),
         (
             {"warmup_steps": 1, "total_steps": 9, "cooldown_fraction": 1.0},

@@ -152,6 +152,34 @@ def test_no_column_is_stale_without_a_preset(recwarn) -> None:
     assert not [w for w in recwarn.list if "left behind" in str(w.message)]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"variant": "I"}, {"beta2": 0.9, "maximize": True}, {"compat": "trax"}],
+    ids=str,
+)
+def test_derivatives_reach_state_and_learning_rate(options) -> None:
+    def stepped(start, grad, rows, columns, momentum, lr):
+        param = start.clone()
+        param.grad = grad
+        optimizer = SM3([param], lr, 0.9, differentiable=True, **options)
+        optimizer.state[param].update(
+            step=torch.tensor(10.0),
+            accumulator_0=rows.clone(),
+            accumulator_1=columns.clone(),
+            momentum_buffer=momentum.clone(),
+        )
+        optimizer.step()
+        state = optimizer.state[param]
+        assert state["step"] == 11
+        return param, *[t for t in state.values() if t.requires_grad]
+
+    sizes = [(3, 4), (3, 4), (3,), (4,), (3, 4), ()]
+    inputs = [torch.rand(n, dtype=torch.float64) + 0.5 for n in sizes]
+    inputs = [value.requires_grad_() for value in inputs]
+    assert len(stepped(*inputs)) == 4
+    assert torch.autograd.gradcheck(stepped, inputs)
+
+
 def test_groups_differ_in_what_autograd_records() -> None:
     recorded = torch.randn(3, 4, requires_grad=True)
     outputs = recorded.clone()
@@ -200,8 +228,6 @@ def test_sm3_row_24_a_learning_rate_on_the_cpu_would_be_frozen(monkeypatch) -> N
 
 def test_sm3_row_24_graphs_are_for_capturable_groups(monkeypatch) -> None:
     capturing(monkeypatch)
-    lane = gather.Lane(
-        {**SM3([torch.zeros(1)]).defaults}, torch.device("cuda"), "fused"
-    )
+    lane = gather.Lane({**SM3([torch.zeros(1)]).defaults}, torch.device("cuda"), "loop")
     with pytest.raises(RuntimeError, match="param_groups' capturable is False"):
         gather._check_lane(lane)
