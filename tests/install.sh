@@ -68,6 +68,9 @@ consumer_works() {
     python "$root/tests/consumer/model.py" make model.pt
     env -u LD_LIBRARY_PATH ./consumer model.pt 5 trained.pt >losses
     python "$root/tests/consumer/model.py" compare model.pt 5 trained.pt <losses
+    python "$root/tests/consumer/model.py" make-trainer trainer.pt
+    env -u LD_LIBRARY_PATH ./consumer trainer.pt 5 trained.pt >losses
+    python "$root/tests/consumer/model.py" compare trainer.pt 5 trained.pt <losses
   )
 }
 

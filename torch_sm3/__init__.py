@@ -17,7 +17,7 @@ except ImportError as _error:
 
 from torch_sm3 import pipeline, reversible
 from torch_sm3.distributed import AdasumState, adasum_all_reduce, adasum_hook
-from torch_sm3.optim import SM3, sm3
+from torch_sm3.optim import SM3, Cover, WarmupConstantLR, import_state_dict, sm3
 
 __version__: str = BUILD_INFO["version"]
 
@@ -27,10 +27,13 @@ cmake_prefix_path = str(PACKAGE / "share" / "cmake")
 __all__ = [
     "SM3",
     "AdasumState",
+    "Cover",
+    "WarmupConstantLR",
     "__version__",
     "adasum_all_reduce",
     "adasum_hook",
     "cmake_prefix_path",
+    "import_state_dict",
     "pipeline",
     "reversible",
     "sm3",

@@ -52,11 +52,25 @@ def sm3_update_(
     steps: list[Tensor],
     *,
     lr: float | Tensor,
-    **options: Any,
+    momentum: float = 0.0,
+    beta2: float = 1.0,
+    eps: float | None = None,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    variant: str = "II",
+    compat: str = "",
+    covers: Sequence[int] = (),
+    global_index: Sequence[int] = (),
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    skipped: Tensor | None = None,
 ) -> None:
-    """Do one step of SM3 on a list of parameters, in place."""
-    op = _ops.sm3_update_
-    (op.tensor_lr if isinstance(lr, Tensor) else op.default)(
+    """Do one step of SM3 on a list of parameters of one device, in place."""
+    tensor_lr = isinstance(lr, Tensor)
+    op = _ops.sm3_update_.tensor_lr if tensor_lr else _ops.sm3_update_.default
+    op(
         params,
         grads,
         accumulators,
@@ -65,8 +79,79 @@ def sm3_update_(
         compensations,
         steps,
         lr=lr,
-        **options,
+        momentum=momentum,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        maximize=maximize,
+        variant=variant,
+        compat=compat,
+        covers=covers,
+        global_index=global_index,
+        stochastic_rounding=stochastic_rounding,
+        seed=seed,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        skipped=skipped,
     )
+
+
+def sm3_sparse_update_(
+    param: Tensor,
+    indices: Tensor,
+    values: Tensor,
+    accumulators: list[Tensor],
+    compensations: list[Tensor],
+    step: Tensor,
+    *,
+    lr: float | Tensor,
+    beta2: float = 1.0,
+    eps: float | None = None,
+    maximize: bool = False,
+    variant: str = "II",
+    compat: str = "",
+    covers: Sequence[int] = (),
+    global_index: Sequence[int] = (),
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Do one step of SM3 with a coalesced sparse gradient, in place."""
+    sparse = _ops.sm3_sparse_update_
+    op = sparse.tensor_lr if isinstance(lr, Tensor) else sparse.default
+    op(
+        param,
+        indices,
+        values,
+        accumulators,
+        compensations,
+        step,
+        lr=lr,
+        beta2=beta2,
+        eps=eps,
+        maximize=maximize,
+        variant=variant,
+        compat=compat,
+        covers=covers,
+        global_index=global_index,
+        stochastic_rounding=stochastic_rounding,
+        seed=seed,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+
+
+def sm3_maxima(
+    grads: list[Tensor], covers: Sequence[int] = (), grad_scale: Tensor | None = None
+) -> list[Tensor]:
+    """Return the largest square of each set of each gradient's cover."""
+    return _ops.sm3_maxima(grads, covers, grad_scale=grad_scale)
+
+
+def sm3_nonfinite_(grads: list[Tensor], found: Tensor) -> None:
+    """Set ``found`` to 1 if any gradient holds a NaN or an infinity."""
+    _ops.sm3_nonfinite_(grads, found)
 
 
 # --- Adasum ----------------------------------------------------------------

@@ -12,32 +12,25 @@
 
 namespace {
 
+// A model that brings its optimizer trains itself; for another we make one.
 void train(torch::jit::Module& model, int steps) {
+  const bool trainer = model.hasattr("optimizer");
   std::vector<at::Tensor> params;
-  std::vector<at::Tensor> accumulators;
-  std::vector<at::Tensor> counts;
   for (const at::Tensor& param : model.parameters()) {
     params.push_back(param);
-    for (const at::Tensor& numbers : torch_sm3::sm3_accumulators(param)) {
-      accumulators.push_back(numbers);
-    }
-    counts.push_back(torch::zeros({}, torch::kInt64));
   }
+  torch_sm3::optim::SM3 optimizer(params, /*lr=*/0.01);
   // The model brings its data as attributes.
   const at::Tensor inputs = model.attr("inputs").toTensor();
   const at::Tensor targets = model.attr("targets").toTensor();
   for (int step = 0; step < steps; ++step) {
     const at::Tensor loss = model.forward({inputs, targets}).toTensor();
-    loss.backward();
     std::printf("%a\n", loss.item<double>());
-    const at::NoGradGuard no_grad;
-    std::vector<at::Tensor> grads;
-    for (at::Tensor& param : params) {
-      grads.push_back(param.grad().clone());
-      param.mutable_grad().zero_();
+    if (!trainer) {
+      optimizer.zero_grad();
+      loss.backward();
+      optimizer.step();
     }
-    torch_sm3::sm3_update_(
-        params, grads, accumulators, {}, counts, /*lr=*/0.01);
   }
 }
 

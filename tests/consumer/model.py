@@ -2,8 +2,10 @@
 """The model of the consumer: made, trained and compared in Python.
 
 ``model.py make MODEL`` writes a TorchScript model with its data.
-``model.py compare MODEL STEPS TRAINED < LOSSES`` trains MODEL in Python and fails
-unless it meets the very bits that the C++ program printed and saved.
+``model.py make-trainer TRAINER`` writes one that trains itself, with its optimizer.
+``model.py compare MODEL STEPS TRAINED < LOSSES`` trains MODEL, or lets TRAINER train
+itself, in Python and fails unless it meets the very bits that the C++ program printed
+and saved.
 """
 
 import argparse
@@ -57,8 +59,35 @@ class Regression(nn.Module):
         return (self.head(y[0] + y[1]) - targets).square().mean()
 
 
+class Trainer(nn.Module):
+    """A regression that trains itself; the file holds the optimizer's state too."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Regression(depth=1)
+        self.inputs, self.targets = self.model.inputs, self.model.targets
+        self.params = list(self.model.parameters())
+        self.optimizer = torch.classes.torch_sm3.SM3(lr=0.01, momentum=0.9)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Do one step and return the loss before it."""
+        loss = self.model(inputs, targets)
+        loss.backward()
+        grads: list[Tensor | None] = [p.grad for p in self.params]
+        self.optimizer.step(self.params, grads)
+        for grad in grads:
+            if grad is not None:
+                grad.zero_()
+        return loss.detach()
+
+
 def train(model: torch.jit.ScriptModule, steps: int) -> list[float]:
-    """Train with SM3 and return the losses."""
+    """Train with SM3, or let a trainer do it, and return the losses."""
+    if hasattr(model, "optimizer"):
+        return [model(model.inputs, model.targets).item() for _ in range(steps)]
     optimizer = torch_sm3.SM3(model.parameters(), lr=0.01)
     losses = []
     for _ in range(steps):
@@ -95,6 +124,9 @@ def main() -> None:
     make = verbs.add_parser("make")
     make.add_argument("model")
     make.set_defaults(run=lambda a: torch.jit.script(Regression()).save(a.model))
+    make_trainer = verbs.add_parser("make-trainer")
+    make_trainer.add_argument("model")
+    make_trainer.set_defaults(run=lambda a: torch.jit.script(Trainer()).save(a.model))
     check = verbs.add_parser("compare")
     check.add_argument("model")
     check.add_argument("steps", type=int)

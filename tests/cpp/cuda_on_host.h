@@ -30,8 +30,8 @@
 #define TORCH_SM3_FIBERS 0
 #else
 #define TORCH_SM3_FIBERS 1
-#include <functional>
 #include <ucontext.h>
+#include <functional>
 #endif
 // The names are CUDA's. NOLINTBEGIN(bugprone-reserved-identifier)
 #define __global__

@@ -2,14 +2,14 @@
 #pragma once
 
 /// \file
-/// Steps of SM3 as tests make them: on the CPU through the public operators, and
-/// by the CUDA kernels on host threads, with the library's own packing and order
-/// of launches.
+/// Steps of SM3 as tests make them: on the CPU through the public operators,
+/// and by the CUDA kernels on host threads, with the library's own packing and
+/// order of launches.
 
 #include <cuda_on_host.h>
-#include <sm3_order.cuh>
 #include <sm3_pack.h>
 #include <torch_sm3/sm3.h>
+#include <sm3_order.cuh>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -62,7 +62,7 @@ struct Spec {
   at::ScalarType dtype = at::kFloat;
   std::optional<at::ScalarType> grad_dtype = {};     // none: the parameter's
   std::optional<at::ScalarType> momentum_dtype = {}; // none: the parameter's
-  bool transposed = false;                      // gradient and state lie across
+  bool transposed = false; // gradient and state lie across
 };
 
 /// The tensors of one call.
@@ -123,8 +123,7 @@ inline Problem make(const std::vector<Spec>& specs, const Choice& choice) {
   const auto covers = c10::IntArrayRef(o.covers);
   for (size_t i = 0; i < specs.size(); ++i) {
     // Tests give covers to calls of one parameter only.
-    for (auto& numbers :
-         sm3_accumulators(p.params[i], covers, o.compat)) {
+    for (auto& numbers : sm3_accumulators(p.params[i], covers, o.compat)) {
       p.accumulators.push_back(
           at::randn(numbers.sizes()).abs().add(0.01).to(numbers.scalar_type()));
     }
@@ -206,7 +205,8 @@ inline SM3DeviceOptions device_options(const SM3Arguments& a) {
   options.lr = {nullptr, a.h.lr, ScalarKind::kFloat64};
   options.grad_scale = number_of(a.grad_scale, 1.0);
   options.found_inf = number_of(a.found_inf, 0.0);
-  options.skipped = a.skipped ? a.skipped->mutable_data_ptr<int64_t>() : nullptr;
+  options.skipped =
+      a.skipped ? a.skipped->mutable_data_ptr<int64_t>() : nullptr;
   options.seed = static_cast<uint64_t>(a.seed);
   return options;
 }
@@ -255,10 +255,7 @@ void run_dense(
 }
 
 template <class Launch>
-void run_on_host(
-    const Problem& p,
-    const Choice& choice,
-    const Launch& launch) {
+void run_on_host(const Problem& p, const Choice& choice, const Launch& launch) {
   SM3Arguments a = arguments_of(p, choice);
   const std::vector<SM3Item> items = check_sm3(a);
   run_dense<float>(a, items, launch);

@@ -61,8 +61,9 @@ TEST(SM3CudaDense, EveryVariantAndPresetHasTheBitsOfTheCpu) {
           o.momentum = 0.9;
           o.weight_decay = 0.01;
         });
-        compare({{.shape = {70, 300}}, {.shape = {300}}, {.shape = {2, 2}}},
-                choice);
+        compare(
+            {{.shape = {70, 300}}, {.shape = {300}}, {.shape = {2, 2}}},
+            choice);
       }
     }
   }
@@ -164,9 +165,7 @@ TEST(SM3CudaDense, StochasticRoundingHasTheBitsOfTheCpu) {
 TEST(SM3CudaDense, StridesHaveTheBitsOfTheCpu) {
   for (const auto momentum : {at::kFloat, at::kChar}) {
     compare(
-        {{.shape = {70, 300},
-          .momentum_dtype = momentum,
-          .transposed = true},
+        {{.shape = {70, 300}, .momentum_dtype = momentum, .transposed = true},
          {.shape = {24, 6, 3, 3},
           .momentum_dtype = momentum,
           .transposed = true},
@@ -176,12 +175,14 @@ TEST(SM3CudaDense, StridesHaveTheBitsOfTheCpu) {
 }
 
 TEST(SM3CudaDense, StridedParametersHaveTheBitsOfTheCpu) {
-  const auto strided = [](const at::Tensor& storage, at::IntArrayRef sizes,
-                          at::IntArrayRef strides, int64_t offset) {
+  const auto strided = [](const at::Tensor& storage,
+                          at::IntArrayRef sizes,
+                          at::IntArrayRef strides,
+                          int64_t offset) {
     return storage.as_strided(sizes, strides, offset);
   };
-  Problem cpu = make(
-      {{.shape = {40, 33}}, {.shape = {40, 64}}, {.shape = {100}}}, {});
+  Problem cpu =
+      make({{.shape = {40, 33}}, {.shape = {40, 64}}, {.shape = {100}}}, {});
   Problem cuda = cpu.clone();
   for (Problem* p : {&cpu, &cuda}) {
     at::Tensor storage = at::zeros({20000}, at::kFloat);
@@ -300,8 +301,7 @@ TEST(SM3CudaDense, FoundInfOnTheDeviceSkipsAndCounts) {
     run_cpu(cpu, choice);
     expect_same(cpu, cuda);
     EXPECT_EQ(cuda.steps[0].item<int64_t>(), skips ? 6 : 7);
-    EXPECT_EQ(
-        static_cast<bool>(same(before.params[0], cuda.params[0])), skips);
+    EXPECT_EQ(static_cast<bool>(same(before.params[0], cuda.params[0])), skips);
   }
 }
 

@@ -2,9 +2,9 @@
 #pragma once
 
 /// \file
-/// `Simd<float>` and `Simd<double>`: the few vector operations that kernels need
-/// beyond + - * /, for the instruction set that a file is compiled for. The
-/// scalar form has one element, so that a kernel is written once.
+/// `Simd<float>` and `Simd<double>`: the few vector operations that kernels
+/// need beyond + - * /, for the instruction set that a file is compiled for.
+/// The scalar form has one element, so that a kernel is written once.
 
 #include <scalar_math.h>
 
@@ -121,8 +121,7 @@ struct Simd<float> {
     return _mm256_movemask_ps(_mm256_cmp_ps(size, limit, _CMP_LE_OQ)) == 0xff;
   }
   TORCH_SM3_SIMD Vector zero_where_zero(Vector x, Vector y) {
-    return _mm256_and_ps(
-        _mm256_cmp_ps(y, _mm256_setzero_ps(), _CMP_NEQ_UQ), x);
+    return _mm256_and_ps(_mm256_cmp_ps(y, _mm256_setzero_ps(), _CMP_NEQ_UQ), x);
   }
 };
 
@@ -153,8 +152,7 @@ struct Simd<double> {
     return _mm256_movemask_pd(_mm256_cmp_pd(size, limit, _CMP_LE_OQ)) == 0xf;
   }
   TORCH_SM3_SIMD Vector zero_where_zero(Vector x, Vector y) {
-    return _mm256_and_pd(
-        _mm256_cmp_pd(y, _mm256_setzero_pd(), _CMP_NEQ_UQ), x);
+    return _mm256_and_pd(_mm256_cmp_pd(y, _mm256_setzero_pd(), _CMP_NEQ_UQ), x);
   }
 };
 
@@ -189,6 +187,52 @@ struct Simd {
     return y == 0 ? C(0) : x;
   }
 };
+
+#endif
+
+/// Writes a block of columns as rows: `out[r * pitch + c] = in[r + c *
+/// stride]`.
+TORCH_SM3_SIMD void turn_scalar(
+    const float* in,
+    int64_t stride,
+    int64_t rows,
+    int64_t columns,
+    float* out,
+    int64_t pitch) {
+  for (int64_t c = 0; c < columns; ++c) {
+    for (int64_t r = 0; r < rows; ++r) {
+      out[r * pitch + c] = in[r + c * stride];
+    }
+  }
+}
+
+#if defined(__AVX2__)
+
+/// `turn_scalar` of 8 x 8, in registers.
+TORCH_SM3_SIMD void
+turn_8x8(const float* in, int64_t stride, float* out, int64_t pitch) {
+  __m256 x[8], y[8];
+  for (int i = 0; i < 8; ++i) {
+    x[i] = _mm256_loadu_ps(in + i * stride);
+  }
+  // Pairs, then fours within each half, then the halves.
+  for (int i = 0; i < 8; i += 2) {
+    y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    x[i] = _mm256_shuffle_ps(y[i], y[i + 2], 0x44);
+    x[i + 1] = _mm256_shuffle_ps(y[i], y[i + 2], 0xee);
+    x[i + 2] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0x44);
+    x[i + 3] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(
+        out + i * pitch, _mm256_permute2f128_ps(x[i], x[i + 4], 0x20));
+    _mm256_storeu_ps(
+        out + (i + 4) * pitch, _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+  }
+}
 
 #endif
 

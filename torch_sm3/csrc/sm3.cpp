@@ -119,7 +119,13 @@ void sm3_sparse_update_(
   call(
       "torch_sm3::sm3_sparse_update_",
       "",
-      {param, indices, values, accumulators.vec(), compensations.vec(), step, lr},
+      {param,
+       indices,
+       values,
+       accumulators.vec(),
+       compensations.vec(),
+       step,
+       lr},
       options);
 }
 
@@ -135,7 +141,13 @@ void sm3_sparse_update_(
   call(
       "torch_sm3::sm3_sparse_update_",
       "tensor_lr",
-      {param, indices, values, accumulators.vec(), compensations.vec(), step, lr},
+      {param,
+       indices,
+       values,
+       accumulators.vec(),
+       compensations.vec(),
+       step,
+       lr},
       options);
 }
 
@@ -145,9 +157,9 @@ std::vector<at::Tensor> sm3_accumulators(
     std::string_view compat) {
   check_sm3_param("sm3_accumulators", param, 0);
   auto chosen = sm3_decode_covers("sm3_accumulators", covers, 1)[0];
-  const SM3Cover cover = chosen ? std::move(*chosen)
-                                : sm3_automatic_cover(
-                                      param.sym_sizes(), !compat.empty());
+  const SM3Cover cover =
+      chosen ? std::move(*chosen)
+             : sm3_automatic_cover(param.sym_sizes(), !compat.empty());
   std::vector<at::Tensor> accumulators;
   for (const auto group : c10::irange(cover.groups.size())) {
     accumulators.push_back(
@@ -172,10 +184,9 @@ std::vector<at::Tensor> sm3_maxima(
 }
 
 void sm3_nonfinite_(at::TensorList grads, const at::Tensor& found) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("torch_sm3::sm3_nonfinite_", "")
-          .typed<void(at::TensorList, const at::Tensor&)>();
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("torch_sm3::sm3_nonfinite_", "")
+                             .typed<void(at::TensorList, const at::Tensor&)>();
   op.call(grads, found);
 }
 
@@ -303,8 +314,7 @@ TORCH_LIBRARY_IMPL(torch_sm3, Meta, m) {
         "sm3_update_.tensor_lr",
         "sm3_sparse_update_",
         "sm3_sparse_update_.tensor_lr"}) {
-    m.impl(
-        name, torch::CppFunction::makeFromBoxedFunction<&sm3_update_meta>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&sm3_update_meta>());
   }
   m.impl("sm3_maxima", &sm3_maxima_meta);
   m.impl("sm3_nonfinite_", &check_sm3_nonfinite);

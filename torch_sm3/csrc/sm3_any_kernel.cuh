@@ -34,8 +34,7 @@ sm3_first_scale(const SM3DeviceTensor<C>& t, const SM3RowPart& part) {
 }
 
 template <class C>
-TORCH_SM3_DEVICE int
-sm3_block_of(const SM3DeviceTensor<C>& t, int column) {
+TORCH_SM3_DEVICE int sm3_block_of(const SM3DeviceTensor<C>& t, int column) {
   return t.last < kSM3Block ? column / static_cast<int>(t.last) : 0;
 }
 
@@ -101,8 +100,7 @@ TORCH_SM3_DEVICE void sm3_store_blocks(
   sm3_find_sizes(t, part, m, sizes);
   auto* const out = static_cast<int8_t*>(t.momentum.data);
   float* const scales = t.scales + sm3_first_scale(t, part);
-  const int last =
-      static_cast<int>(sm3_least<int64_t>(t.last, kSM3Block));
+  const int last = static_cast<int>(sm3_least<int64_t>(t.last, kSM3Block));
   int64_t places[kSM3PerLane] = {};
   sm3_find_places(t.momentum, numbers, part, places);
   sm3_for_part(part, [&](int i) {
@@ -216,8 +214,8 @@ TORCH_SM3_DEVICE void sm3_find_smallest(
   const bool diagonal = t.form == SM3Form::kDiagonal;
   sm3_for_part(part, [&](int i) {
     const int64_t element = t.begin + part.element(i);
-    numbers[i] = diagonal ? kept[element]
-                          : sm3_smallest_of_element(table, t, element);
+    numbers[i] =
+        diagonal ? kept[element] : sm3_smallest_of_element(table, t, element);
   });
 }
 
@@ -262,8 +260,7 @@ TORCH_SM3_DEVICE void sm3_walk_tile(
   const int lane = static_cast<int>(threadIdx.x % kSM3Warp);
   const int warp = static_cast<int>(threadIdx.x / kSM3Warp);
   const bool by_rows = t.form == SM3Form::kRows;
-  const C row_number =
-      by_rows ? sm3_open_tile(table, t, span, columns) : C(0);
+  const C row_number = by_rows ? sm3_open_tile(table, t, span, columns) : C(0);
   SM3RowPart part{};
   part.lane = lane;
   C top[kSM3PerLane] = {};

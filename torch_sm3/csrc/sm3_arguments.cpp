@@ -83,10 +83,7 @@ take_sm3_arguments(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema().arguments();
   const size_t count = schema.size();
   for (size_t i = 0; i < count; ++i) {
-    take(
-        a,
-        schema[i].name(),
-        std::move(torch::jit::peek(*stack, i, count)));
+    take(a, schema[i].name(), std::move(torch::jit::peek(*stack, i, count)));
   }
   torch::jit::drop(*stack, count);
   return a;

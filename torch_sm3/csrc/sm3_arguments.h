@@ -4,7 +4,8 @@
 /// \file
 /// The arguments of the operators of SM3 and their checks, shared by the CPU,
 /// CUDA and Meta kernels. The operators are registered boxed, because three
-/// kernels with four overloads of twenty arguments would say it all twelve times.
+/// kernels with four overloads of twenty arguments would say it all twelve
+/// times.
 
 #include <sm3_cover.h>
 #include <sm3_math.h>
@@ -29,9 +30,9 @@ struct SM3Arguments {
   std::vector<at::Tensor> momentum_scales;
   std::vector<at::Tensor> compensations;
   std::vector<at::Tensor> steps;
-  at::Tensor indices;              ///< undefined for a dense update
-  std::optional<at::Tensor> lr;    ///< of the overload with a tensor
-  std::optional<double> eps;       ///< none: the preset's
+  at::Tensor indices;           ///< undefined for a dense update
+  std::optional<at::Tensor> lr; ///< of the overload with a tensor
+  std::optional<double> eps;    ///< none: the preset's
   std::string variant;
   std::string compat;
   std::vector<int64_t> covers;

@@ -412,6 +412,30 @@ void check_stochastic(const SM3Arguments& a, size_t i) {
       c10::str("one at index ", i));
 }
 
+// The shapes of a coalesced gradient.
+void check_sparse(const SM3Arguments& a) {
+  const at::Tensor& param = a.params[0];
+  const at::Tensor& values = a.grads[0];
+  SM3_CHECK(
+      a.indices.scalar_type() == at::kLong && a.indices.dim() == 2 &&
+          a.indices.sym_size(0) >= 1 && a.indices.sym_size(0) <= param.dim() &&
+          a.indices.device() == param.device(),
+      a.op,
+      "indices",
+      c10::str(
+          "int64 of shape [1 to ", param.dim(), ", rows] on ", param.device()),
+      describe(a.indices));
+  const int64_t named = a.indices.sym_size(0).expect_int();
+  std::vector<c10::SymInt> shape = param.sym_sizes().slice(named).vec();
+  shape.insert(shape.begin(), a.indices.sym_size(1));
+  SM3_CHECK(
+      values.sym_sizes() == c10::SymIntArrayRef(shape),
+      a.op,
+      "values",
+      c10::str("shape ", c10::SymIntArrayRef(shape)),
+      values.sym_sizes());
+}
+
 // --- places and covers ------------------------------------------------------
 
 // Reads `global_index`: per parameter ordinal, start, strides.
@@ -473,16 +497,11 @@ void check_view(const SM3Arguments& a, SM3Item& item) {
       c10::str(numel, " elements, part from ", item.start));
 }
 
-} // namespace
-
-std::vector<SM3Item> check_sm3(SM3Arguments& a) {
-  fill_hyperparameters(a);
-  check_numbers(a);
-  check_counts(a);
+// The parameters and gradients, each with its cover and place.
+std::vector<SM3Item> make_items(const SM3Arguments& a) {
   auto covers = sm3_decode_covers(a.op, a.covers, a.params.size());
   std::vector<SM3Item> items;
   items.reserve(a.params.size());
-  size_t next = 0;
   for (size_t i = 0; i < a.params.size(); ++i) {
     const at::Tensor& param = a.params[i];
     check_sm3_param(a.op, param, i);
@@ -498,25 +517,59 @@ std::vector<SM3Item> check_sm3(SM3Arguments& a) {
     SM3Cover cover = covers[i]
                          ? std::move(*covers[i])
                          : sm3_automatic_cover(param.sym_sizes(), standard);
-    const size_t count = cover.groups.size();
-    SM3_CHECK(
-        next + count <= a.accumulators.size(),
-        a.op,
-        "accumulators",
-        c10::str(count, " tensors for parameter ", i),
-        c10::str(a.accumulators.size() - next, " left in the list"));
-    for (size_t g = 0; g < count; ++g) {
-      check_accumulator(a, next + g, cover.shape(g), i);
-    }
-    if (!a.momentum_buffers.empty()) {
-      check_momentum(a, i);
-    }
-    if (!a.compensations.empty()) {
-      check_compensation(a, i);
-    }
-    check_step(a, i);
-    items.push_back({i, next, std::move(cover), 0, 0, {}, false});
-    next += count;
+    items.push_back({i, 0, std::move(cover), 0, 0, {}, false});
+  }
+  fill_places(a, items);
+  for (SM3Item& item : items) {
+    check_view(a, item);
+  }
+  return items;
+}
+
+// All state of one parameter.
+void check_state(const SM3Arguments& a, const SM3Item& item) {
+  const size_t count = item.cover.groups.size();
+  SM3_CHECK(
+      item.first_accumulator + count <= a.accumulators.size(),
+      a.op,
+      "accumulators",
+      c10::str(count, " tensors for parameter ", item.index),
+      c10::str(
+          a.accumulators.size() - item.first_accumulator, " left in the list"));
+  for (size_t g = 0; g < count; ++g) {
+    check_accumulator(
+        a, item.first_accumulator + g, item.cover.shape(g), item.index);
+  }
+  if (!a.momentum_buffers.empty()) {
+    check_momentum(a, item.index);
+  }
+  if (!a.compensations.empty()) {
+    check_compensation(a, item.index);
+  }
+  check_step(a, item.index);
+}
+
+} // namespace
+
+std::vector<SM3Item> check_sm3(SM3Arguments& a) {
+  fill_hyperparameters(a);
+  check_numbers(a);
+  check_counts(a);
+  TORCH_CHECK(
+      !a.sparse() || a.h.weight_decay == 0,
+      a.op,
+      ": expected no weight decay with a sparse gradient, but got ",
+      a.h.weight_decay,
+      " (argument 'weight_decay')");
+  if (a.sparse()) {
+    check_sparse(a);
+  }
+  std::vector<SM3Item> items = make_items(a);
+  size_t next = 0;
+  for (SM3Item& item : items) {
+    item.first_accumulator = next;
+    next += item.cover.groups.size();
+    check_state(a, item);
   }
   SM3_CHECK(
       next == a.accumulators.size(),
@@ -524,10 +577,6 @@ std::vector<SM3Item> check_sm3(SM3Arguments& a) {
       "accumulators",
       c10::str(next, " tensors"),
       a.accumulators.size());
-  fill_places(a, items);
-  for (SM3Item& item : items) {
-    check_view(a, item);
-  }
   return items;
 }
 

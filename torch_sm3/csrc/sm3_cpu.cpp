@@ -228,8 +228,7 @@ TORCH_LIBRARY_IMPL(torch_sm3, CPU, m) {
         "sm3_update_.tensor_lr",
         "sm3_sparse_update_",
         "sm3_sparse_update_.tensor_lr"}) {
-    m.impl(
-        name, torch::CppFunction::makeFromBoxedFunction<&sm3_update_cpu>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&sm3_update_cpu>());
   }
   m.impl("sm3_maxima", &sm3_maxima_cpu);
   m.impl("sm3_nonfinite_", &sm3_nonfinite_cpu);

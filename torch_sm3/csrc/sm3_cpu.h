@@ -22,15 +22,18 @@ template <class C>
 struct SM3RowKernels {
   SM3RowFunction<C> update = sm3_update_row_scalar;
   SM3RowFunction<C> maxima = sm3_maxima_row_scalar;
+  decltype(&sm3_turn_scalar) turn = sm3_turn_scalar;
 
   SM3RowKernels() {
 #if defined(__x86_64__)
     if (cpu_capability() == CpuCapability::kAvx512) {
       update = sm3_update_row_avx512;
       maxima = sm3_maxima_row_avx512;
+      turn = sm3_turn_avx512;
     } else if (cpu_capability() == CpuCapability::kAvx2) {
       update = sm3_update_row_avx2;
       maxima = sm3_maxima_row_avx2;
+      turn = sm3_turn_avx2;
     }
 #endif
   }

@@ -72,6 +72,24 @@ void update_larger(
   }
 }
 
+// Of a part of a flat tensor: numbers whose elements are all elsewhere. What is
+// left here must not outweigh the new ones of other parts.
+template <class C>
+void forget_others(
+    const SM3Geometry& g,
+    const SM3Hyperparameters& h,
+    const SM3Coefficients<C>& k,
+    C* kept) {
+  const auto forget = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      kept[i] =
+          h.variant == SM3Variant::kI ? sm3_accumulate(kept[i], C(0), k) : C(0);
+    }
+  };
+  forget(0, g.begin);
+  forget(g.end, g.groups[0].numel);
+}
+
 template <class C>
 void update_diagonal(
     const SM3Geometry& g,
@@ -92,6 +110,9 @@ void update_diagonal(
           kernels.update(diagonal_row(g, begin, end, kept + begin), k);
         }
       });
+  if (!k.given && !h.keep_larger) {
+    forget_others(g, h, k, kept);
+  }
 }
 
 } // namespace

@@ -11,9 +11,10 @@ namespace torch_sm3 {
 namespace {
 
 // Rows and columns of a gradient that are turned at a time where it lies across
-// the parameter. The rows are padded, or their beginnings would share cache sets.
-constexpr int64_t kTileRows = 32;
-constexpr int64_t kTileColumns = 512;
+// the parameter: whole cache lines of a column are read once, and the rows that
+// they are spread over are padded, or their beginnings would share cache sets.
+constexpr int64_t kTileRows = 128;
+constexpr int64_t kTileColumns = 256;
 constexpr int64_t kTilePitch = kTileColumns + 16;
 
 // One index per axis, the last running fastest.
@@ -80,7 +81,8 @@ class Pass {
         k_(coefficients),
         kernel_(kernel),
         rows_(sm3_rows(geometry)) {
-    if (rows_.kind == SM3Rows::Kind::kRows) {
+    // Without elements there are no rows, and a view to divide by may hold a 0.
+    if (rows_.kind == SM3Rows::Kind::kRows && g_.begin != g_.end) {
       find_columns();
     }
   }
@@ -196,8 +198,8 @@ class Pass {
   Numbers<C> private_numbers() const {
     Numbers<C> mine;
     for (const SM3Group& group : g_.groups) {
-      const bool shared = !is_exclusive(group) &&
-                          (total_.columns.empty() || !in_row(group));
+      const bool shared =
+          !is_exclusive(group) && (total_.columns.empty() || !in_row(group));
       mine.groups.emplace_back(shared ? group.numel : 0, C(0));
     }
     mine.columns.assign(total_.columns.size(), C(0));
@@ -252,8 +254,7 @@ class Pass {
 
   void keep_largest(const Odometer& index, C largest, Numbers<C>& mine) {
     for (const size_t i : shared_) {
-      C& to =
-          numbers_of(mine, i)[index.offset(g_.groups[i].strides)];
+      C& to = numbers_of(mine, i)[index.offset(g_.groups[i].strides)];
       to = std::max(to, largest);
     }
   }
@@ -312,27 +313,20 @@ class Pass {
   }
 
   template <class T>
-  void turn_as(
-      int64_t r0,
-      int64_t rows,
-      int64_t c0,
-      int64_t columns,
-      C* tile) {
+  void turn_as(int64_t r0, int64_t rows, int64_t c0, int64_t columns, C* tile) {
     const int64_t stride = g_.tensors.grad.strides[1];
-    const T* grad =
+    const T* const grad =
         static_cast<const T*>(g_.tensors.grad.data) + r0 + c0 * stride;
-    // A few columns at a time, whose lines stay in the first-level cache.
-    constexpr int64_t kStrip = 16;
-    for (int64_t c = 0; c < columns; c += kStrip) {
-      const int64_t strip = std::min(kStrip, columns - c);
+    if constexpr (std::is_same_v<C, float> && std::is_same_v<T, float>) {
+      turn_(grad, stride, rows, columns, tile, kTilePitch);
+      return;
+    }
+    for (int64_t c = 0; c < columns; ++c) {
       for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t i = c; i < c + strip; ++i) {
-          const T value = grad[r + i * stride];
-          if constexpr (std::is_same_v<C, double>) {
-            tile[r * kTilePitch + i] = to_double(value);
-          } else if constexpr (!std::is_same_v<T, double>) {
-            tile[r * kTilePitch + i] = to_float(value);
-          }
+        if constexpr (std::is_same_v<C, double>) {
+          tile[r * kTilePitch + c] = to_double(grad[r + c * stride]);
+        } else if constexpr (!std::is_same_v<T, double>) {
+          tile[r * kTilePitch + c] = to_float(grad[r + c * stride]);
         }
       }
     }
@@ -357,13 +351,16 @@ class Pass {
       row.new_column = bounds;
       row.diagonal = true;
       kernel_(row, k_);
-      for_runs(at, count, [&](size_t i, auto offset, auto stride, auto n, auto from) {
-        C* to = numbers_of(mine, i);
-        for (int64_t j = 0; j < n; ++j) {
-          C& number = to[offset + j * stride];
-          number = std::max(number, bounds[from + j]);
-        }
-      });
+      for_runs(
+          at,
+          count,
+          [&](size_t i, auto offset, auto stride, auto n, auto from) {
+            C* to = numbers_of(mine, i);
+            for (int64_t j = 0; j < n; ++j) {
+              C& number = to[offset + j * stride];
+              number = std::max(number, bounds[from + j]);
+            }
+          });
       at += count;
     }
   }
@@ -375,9 +372,7 @@ class Pass {
     }
     std::fill_n(bounds, count, SM3Limits<C>::kMax);
     for_runs(
-        first,
-        count,
-        [&](size_t i, auto offset, auto stride, auto n, auto to) {
+        first, count, [&](size_t i, auto offset, auto stride, auto n, auto to) {
           for (int64_t j = 0; j < n; ++j) {
             const C number = old_[i][offset + j * stride];
             bounds[to + j] = std::min(bounds[to + j], number);
@@ -407,10 +402,11 @@ class Pass {
   const std::vector<const C*>& old_;
   const SM3Coefficients<C>& k_;
   const SM3RowFunction<C> kernel_;
+  const decltype(&sm3_turn_scalar) turn_ = SM3RowKernels<C>().turn;
   const SM3Rows rows_;
-  std::vector<size_t> shared_;  // groups with one number for a whole row
-  int64_t direct_ = -1;         // the only other group, or none such
-  std::vector<C> columns_;      // without: their least numbers, by column
+  std::vector<size_t> shared_; // groups with one number for a whole row
+  int64_t direct_ = -1;        // the only other group, or none such
+  std::vector<C> columns_;     // without: their least numbers, by column
   Numbers<C> total_;
   std::mutex mutex_;
 };

@@ -11,6 +11,12 @@
 namespace torch_sm3 {
 namespace {
 
+// How far ahead of its update a row is asked for: in rows, and at most this
+// much of each.
+constexpr int64_t kAhead = 8;
+constexpr int64_t kMostAhead = 1024;
+constexpr int64_t kLine = 64;
+
 template <class C>
 class SparseUpdate {
  public:
@@ -32,8 +38,8 @@ class SparseUpdate {
       chunk_ *= sizes[d];
     }
     find_starts(indices, sizes);
-    groups_ = sm3_sparse_groups(
-        g, h, sizes.empty() ? 1 : sizes[0], indices.size(0));
+    groups_ =
+        sm3_sparse_groups(g, h, sizes.empty() ? 1 : sizes[0], indices.size(0));
     lazy_ = h.beta2 < 1;
   }
 
@@ -43,12 +49,11 @@ class SparseUpdate {
       accumulate_squares();
       k_.given = true;
     }
-    at::parallel_for(
-        0, count_, grain(), [&](int64_t begin, int64_t end) {
-          for (int64_t n = begin; n < end; ++n) {
-            update_chunk(n);
-          }
-        });
+    at::parallel_for(0, count_, grain(), [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) {
+        update_chunk(n);
+      }
+    });
     if (h_.variant == SM3Variant::kII) {
       keep_bounds();
     }
@@ -57,6 +62,20 @@ class SparseUpdate {
  private:
   int64_t grain() const {
     return std::max<int64_t>(1, kSM3Grain / std::max<int64_t>(1, chunk_));
+  }
+
+  // Named rows lie anywhere, so the hardware cannot see them coming.
+  void prefetch(int64_t n) const {
+    const SM3Strided& param = g_.tensors.param;
+    if (n >= count_ || param.dims != 1 || param.strides[0] != 1) {
+      return;
+    }
+    const int64_t bytes = std::min(chunk_ * size_of(param.kind), kMostAhead);
+    const char* const row =
+        static_cast<const char*>(param.data) + starts_[n] * size_of(param.kind);
+    for (int64_t at = 0; at < bytes; at += kLine) {
+      __builtin_prefetch(row + at);
+    }
   }
 
   // The first element of each named row.
@@ -74,7 +93,8 @@ class SparseUpdate {
   }
 
   C* numbers(size_t i) const {
-    return g_.groups[groups_[i].index].accumulator.template mutable_data_ptr<C>();
+    return g_.groups[groups_[i].index]
+        .accumulator.template mutable_data_ptr<C>();
   }
 
   // Calls `body(number, from, count, stride)` for the runs along the view's

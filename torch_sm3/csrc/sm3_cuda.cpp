@@ -198,8 +198,7 @@ TORCH_LIBRARY_IMPL(torch_sm3, CUDA, m) {
         "sm3_update_.tensor_lr",
         "sm3_sparse_update_",
         "sm3_sparse_update_.tensor_lr"}) {
-    m.impl(
-        name, torch::CppFunction::makeFromBoxedFunction<&sm3_update_cuda>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&sm3_update_cuda>());
   }
 }
 

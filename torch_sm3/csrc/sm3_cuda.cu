@@ -25,9 +25,7 @@ void launch_sm3_dense(const SM3DenseLaunch<float>& step, cudaStream_t stream) {
   sm3_dense_step(step, OnStream{stream});
 }
 
-void launch_sm3_dense(
-    const SM3DenseLaunch<double>& step,
-    cudaStream_t stream) {
+void launch_sm3_dense(const SM3DenseLaunch<double>& step, cudaStream_t stream) {
   sm3_dense_step(step, OnStream{stream});
 }
 

@@ -21,7 +21,7 @@ constexpr int kSM3Span = 256;
 constexpr int kSM3PerLane = kSM3Span / kSM3Warp;
 /// Rows of a tile, at most: each lane of a warp keeps the number of one row.
 constexpr int kSM3TileRows = 64;
-constexpr int kSM3Pack = 4;             ///< elements loaded together
+constexpr int kSM3Pack = 4;            ///< elements loaded together
 constexpr int64_t kSM3KeepTile = 4096; ///< numbers that one block moves
 
 static_assert(kSM3TileRows <= kSM3Warp * kSM3Warps);
@@ -64,23 +64,23 @@ struct SM3DeviceTensor {
   int64_t last;           ///< the last size: a row of `scales`
   int64_t index_start;
   uint64_t ordinal;
-  uint64_t key;      ///< of the random numbers of this step
-  int64_t* step;     ///< on the device, or null: `key` is known
-  int64_t begin;     ///< the elements of the view that the tensors hold
+  uint64_t key;  ///< of the random numbers of this step
+  int64_t* step; ///< on the device, or null: `key` is known
+  int64_t begin; ///< the elements of the view that the tensors hold
   int64_t end;
-  int64_t origin;    ///< element of the view where row 0 begins
-  int64_t length;    ///< of a row
-  int64_t unit;      ///< spans begin anew at its multiples in a row
-  int64_t spans;     ///< of a row
-  int64_t period;    ///< tiles begin anew at multiples of so many rows
-  int64_t next;      ///< place of all new numbers in the scratch memory
-  int64_t numbers;   ///< of all groups; 0: they move where they are
-  int32_t view;      ///< first number: the sizes of the axes
-  int32_t groups;    ///< first group
+  int64_t origin;  ///< element of the view where row 0 begins
+  int64_t length;  ///< of a row
+  int64_t unit;    ///< spans begin anew at its multiples in a row
+  int64_t spans;   ///< of a row
+  int64_t period;  ///< tiles begin anew at multiples of so many rows
+  int64_t next;    ///< place of all new numbers in the scratch memory
+  int64_t numbers; ///< of all groups; 0: they move where they are
+  int32_t view;    ///< first number: the sizes of the axes
+  int32_t groups;  ///< first group
   int32_t tile_rows;
   int16_t group_count;
   int16_t axes;
-  int16_t outer;     ///< axes before those of a row
+  int16_t outer; ///< axes before those of a row
   SM3Form form;
   bool stochastic;
   bool vector; ///< packs of elements are aligned and whole
@@ -139,7 +139,7 @@ struct SM3DenseLaunch {
   SM3Table<C> table;
   SM3DeviceOptions options;
   int64_t tensors;
-  int64_t scratch;           ///< numbers in it
+  int64_t scratch;          ///< numbers in it
   int64_t tiles[kSM3Lists]; ///< in each list, one after the other
   int64_t keep_tiles;
 };
@@ -149,9 +149,9 @@ struct SM3SparseRows {
   const int64_t* indices;
   int64_t dim_stride;
   int64_t row_stride;
-  int64_t count;  ///< named rows
-  int64_t chunk;  ///< elements of each
-  int32_t sizes;  ///< first number: sizes of the sparse dimensions
+  int64_t count; ///< named rows
+  int64_t chunk; ///< elements of each
+  int32_t sizes; ///< first number: sizes of the sparse dimensions
   int32_t dims;
 };
 

@@ -170,16 +170,15 @@ void fill_tensors(
     tensors.momentum = strided(a.momentum_buffers[item.index]);
   }
   if (sm3_present(a.momentum_scales, item)) {
-    tensors.scales =
-        a.momentum_scales[item.index].mutable_data_ptr<float>();
+    tensors.scales = a.momentum_scales[item.index].mutable_data_ptr<float>();
   }
   if (sm3_present(a.compensations, item)) {
     tensors.compensation = strided(a.compensations[item.index]);
   }
   tensors.last = param.dim() > 0 ? param.size(-1) : 1;
-  tensors.stochastic = a.stochastic_rounding &&
-                       (param.scalar_type() == at::kBFloat16 ||
-                        tensors.scales != nullptr);
+  tensors.stochastic =
+      a.stochastic_rounding &&
+      (param.scalar_type() == at::kBFloat16 || tensors.scales != nullptr);
   if (tensors.stochastic) {
     fill_index(item, param, order, tensors);
   }

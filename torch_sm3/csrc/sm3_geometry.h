@@ -25,8 +25,8 @@ struct SM3Geometry {
   SM3Tensors tensors;
   std::vector<int64_t> view;
   std::vector<SM3Group> groups;
-  int64_t numel;   ///< of the view
-  int64_t begin;   ///< the part of the view that the tensors hold
+  int64_t numel; ///< of the view
+  int64_t begin; ///< the part of the view that the tensors hold
   int64_t end;
   int64_t aligned; ///< rows must begin at multiples of this
 };

@@ -2,9 +2,9 @@
 #pragma once
 
 /// \file
-/// What the CUDA kernels of SM3 share: addresses, tiles, the numbers of rows and
-/// columns; the first and the last kernel of a step. Compiled by nvcc and, for
-/// tests, by the host compiler after tests/cpp/cuda_on_host.h.
+/// What the CUDA kernels of SM3 share: addresses, tiles, the numbers of rows
+/// and columns; the first and the last kernel of a step. Compiled by nvcc and,
+/// for tests, by the host compiler after tests/cpp/cuda_on_host.h.
 
 #include <sm3_device.h>
 
@@ -99,7 +99,8 @@ TORCH_SM3_DEVICE void sm3_with_kind(ScalarKind kind, const Body& body) {
 
 // --- addresses --------------------------------------------------------------
 
-// Where number `position` is along the axes [from, to), the last running fastest.
+// Where number `position` is along the axes [from, to), the last running
+// fastest.
 TORCH_SM3_RARE int64_t sm3_place_of_axes(
     const int64_t* sizes,
     const int64_t* strides,
@@ -126,10 +127,8 @@ TORCH_SM3_DEVICE int64_t sm3_place(
 
 // Where an element of a tensor is. A tensor of one dimension may be asked for
 // elements before its first.
-TORCH_SM3_DEVICE int64_t sm3_offset(
-    const SM3DeviceStrided& t,
-    const int64_t* numbers,
-    int64_t element) {
+TORCH_SM3_DEVICE int64_t
+sm3_offset(const SM3DeviceStrided& t, const int64_t* numbers, int64_t element) {
   const int64_t* const sizes = numbers + t.shape;
   return t.dims <= 1
              ? element * t.stride
@@ -155,8 +154,8 @@ sm3_tile_span(const SM3DeviceTensor<C>& t, uint32_t number) {
   const int64_t in_unit = span % per_unit * kSM3Span;
   SM3TileSpan s;
   s.first_row = row_tile / per_period * t.period + in_period;
-  s.rows = static_cast<int>(
-      sm3_least<int64_t>(t.tile_rows, t.period - in_period));
+  s.rows =
+      static_cast<int>(sm3_least<int64_t>(t.tile_rows, t.period - in_period));
   s.column = span / per_unit * t.unit + in_unit;
   const int64_t left = sm3_least(t.unit - in_unit, t.length - s.column);
   s.columns = static_cast<int>(sm3_least<int64_t>(kSM3Span, left));
@@ -408,8 +407,8 @@ TORCH_SM3_DEVICE double sm3_read(const SM3Number& number) {
   return value;
 }
 
-/// The first kernel of a step: rounds the hyper-parameters, counts the steps and
-/// clears the scratch memory; or, where the step is skipped, only says so.
+/// The first kernel of a step: rounds the hyper-parameters, counts the steps
+/// and clears the scratch memory; or, where the step is skipped, only says so.
 template <class C>
 __global__ void __launch_bounds__(kSM3Threads) sm3_begin_kernel(
     SM3Table<C> table,
@@ -439,8 +438,8 @@ __global__ void __launch_bounds__(kSM3Threads) sm3_begin_kernel(
     if (t.step != nullptr) {
       const int64_t step = *t.step + 1;
       *t.step = step;
-      t.key = sm3_random_key(
-          options.seed, static_cast<uint64_t>(step), t.ordinal);
+      t.key =
+          sm3_random_key(options.seed, static_cast<uint64_t>(step), t.ordinal);
     }
   }
 }
@@ -452,11 +451,8 @@ struct SM3Keeping {
 };
 
 template <class C>
-TORCH_SM3_DEVICE C sm3_kept(
-    C before,
-    C number,
-    SM3Keeping keeping,
-    const SM3Coefficients<C>& k) {
+TORCH_SM3_DEVICE C
+sm3_kept(C before, C number, SM3Keeping keeping, const SM3Coefficients<C>& k) {
   const C next =
       keeping.accumulates ? sm3_accumulate(before, number, k) : number;
   return keeping.larger ? sm3_largest(before, next) : next;

@@ -2,8 +2,9 @@
 #pragma once
 
 /// \file
-/// CPU kernels of SM3: one row of one tensor. Compiled once for each instruction
-/// set from sm3_kernel_impl.h; the caller walks the rows and owns the threads.
+/// CPU kernels of SM3: one row of one tensor. Compiled once for each
+/// instruction set from sm3_kernel_impl.h; the caller walks the rows and owns
+/// the threads.
 
 #include <sm3_math.h>
 
@@ -75,15 +76,24 @@ sm3_piece(const SM3Tensors& tensors, int64_t first, int64_t left) {
 /// sm3_update_row_ISA: updates parameter, momentum and column of one row and
 /// returns its largest nu. sm3_maxima_row_ISA: raises `new_column` to the
 /// squared gradients, writes nothing else, and returns the largest one.
-#define TORCH_SM3_DECLARE_SM3_ROW(ISA)                                       \
-  float sm3_update_row_##ISA(                                                \
-      const SM3Row<float>& row, const SM3Coefficients<float>& coefficients); \
-  double sm3_update_row_##ISA(                                               \
+/// sm3_turn_ISA: `out[r * pitch + c] = in[r + c * stride]` for a block of a
+/// gradient that lies across its parameter.
+#define TORCH_SM3_DECLARE_SM3_ROW(ISA)                                         \
+  float sm3_update_row_##ISA(                                                  \
+      const SM3Row<float>& row, const SM3Coefficients<float>& coefficients);   \
+  double sm3_update_row_##ISA(                                                 \
       const SM3Row<double>& row, const SM3Coefficients<double>& coefficients); \
-  float sm3_maxima_row_##ISA(                                                \
-      const SM3Row<float>& row, const SM3Coefficients<float>& coefficients); \
-  double sm3_maxima_row_##ISA(                                               \
-      const SM3Row<double>& row, const SM3Coefficients<double>& coefficients);
+  float sm3_maxima_row_##ISA(                                                  \
+      const SM3Row<float>& row, const SM3Coefficients<float>& coefficients);   \
+  double sm3_maxima_row_##ISA(                                                 \
+      const SM3Row<double>& row, const SM3Coefficients<double>& coefficients); \
+  void sm3_turn_##ISA(                                                         \
+      const float* in,                                                         \
+      int64_t stride,                                                          \
+      int64_t rows,                                                            \
+      int64_t columns,                                                         \
+      float* out,                                                              \
+      int64_t pitch);
 
 TORCH_SM3_DECLARE_SM3_ROW(scalar)
 TORCH_SM3_DECLARE_SM3_ROW(avx2)

@@ -32,8 +32,7 @@ TORCH_SM3_INLINE C smallest_at(const Piece<C>& p, int64_t j) {
 
 template <class C, bool kDiagonal>
 TORCH_SM3_INLINE void keep_bound(const Piece<C>& p, int64_t j, C nu) {
-  p.new_column[j] =
-      kDiagonal || nu > p.new_column[j] ? nu : p.new_column[j];
+  p.new_column[j] = kDiagonal || nu > p.new_column[j] ? nu : p.new_column[j];
 }
 
 // One element with the plain conventions; returns nu.
@@ -52,8 +51,8 @@ update_element(const Piece<C>& p, const SM3Coefficients<C>& k, int64_t j) {
   return nu;
 }
 
-// The plain conventions: nu of variant II, one eps, decay of the weight. Vectors
-// in which a gradient is huge or not finite go element by element.
+// The plain conventions: nu of variant II, one eps, decay of the weight.
+// Vectors in which a gradient is huge or not finite go element by element.
 template <class C, bool kMomentum, bool kDiagonal>
 C update_plain(const Piece<C>& p, const SM3Coefficients<C>& coefficients) {
   using S = Simd<C>;
@@ -88,8 +87,7 @@ C update_plain(const Piece<C>& p, const SM3Coefficients<C>& coefficients) {
       const V smallest = kDiagonal ? old : S::min(old, shared);
       const V nu = S::min(keep * smallest + add * (g * g), most);
       const V inside = nu + eps;
-      V direction =
-          S::zero_where_zero(g / S::square_root(inside), inside);
+      V direction = S::zero_where_zero(g / S::square_root(inside), inside);
       if constexpr (kMomentum) {
         direction = momentum * S::load(p.m + i) + fresh * direction;
         S::store(p.m + i, direction);
@@ -162,11 +160,12 @@ void move_compensated(
   P c[kSM3Piece];
   const auto gather = [&](const SM3Strided& from, P* to) {
     const P* in = static_cast<const P*>(from.data);
-    for_runs(from, first, count, [&](auto offset, auto stride, auto n, auto at) {
-      for (int64_t j = 0; j < n; ++j) {
-        to[at + j] = in[offset + j * stride];
-      }
-    });
+    for_runs(
+        from, first, count, [&](auto offset, auto stride, auto n, auto at) {
+          for (int64_t j = 0; j < n; ++j) {
+            to[at + j] = in[offset + j * stride];
+          }
+        });
   };
   const auto scatter = [&](const P* from, const SM3Strided& to) {
     P* out = static_cast<P*>(to.data);
@@ -208,7 +207,7 @@ C update_arrays(
 template <class C>
 bool is_direct_row(const SM3Row<C>& row, const SM3Coefficients<C>& k) {
   const SM3Tensors& t = *row.tensors;
-  return is_direct<C>(t.param) &&
+  return is_direct<C>(t.param) && t.scales == nullptr && !t.stochastic &&
          (row.grad != nullptr || is_direct<C>(t.grad)) &&
          (t.momentum.data == nullptr || is_direct<C>(t.momentum)) &&
          is_plain(t, k);
@@ -317,9 +316,7 @@ C update_row(const SM3Row<C>& row, const SM3Coefficients<C>& k) {
                      ? nullptr
                      : static_cast<C*>(t.momentum.data) + row.first;
     return update_arrays<C>(
-        row,
-        k,
-        {row.count, w, g, m, row.smallest, row.column, row.new_column});
+        row, k, {row.count, w, g, m, row.smallest, row.column, row.new_column});
   }
   Buffers<C> buffers;
   const bool plain = is_plain(t, k);
@@ -344,10 +341,10 @@ C maxima_row(const SM3Row<C>& row, const SM3Coefficients<C>& coefficients) {
   C largest = 0;
   for (int64_t from = 0; from < row.count; from += kSM3Piece) {
     const int64_t count = least(row.count - from, kSM3Piece);
-    const C* g = row.grad != nullptr
-                     ? row.grad + from
-                     : open_window(
-                           row.tensors->grad, row.first + from, count, buffer);
+    const C* g =
+        row.grad != nullptr
+            ? row.grad + from
+            : open_window(row.tensors->grad, row.first + from, count, buffer);
     C* out = row.new_column + from;
     for (int64_t j = 0; j < count; ++j) {
       const C square = sm3_square(k.scale * g[j]);
@@ -362,17 +359,60 @@ C maxima_row(const SM3Row<C>& row, const SM3Coefficients<C>& coefficients) {
 
 #define TORCH_SM3_PASTE_(a, b) a##b
 #define TORCH_SM3_PASTE(a, b) TORCH_SM3_PASTE_(a, b)
-#define TORCH_SM3_DEFINE_SM3_ROW(C)                                           \
-  C TORCH_SM3_PASTE(sm3_update_row_, TORCH_SM3_ISA)(                          \
-      const SM3Row<C>& row, const SM3Coefficients<C>& coefficients) {         \
-    return update_row(row, coefficients);                                     \
-  }                                                                           \
-  C TORCH_SM3_PASTE(sm3_maxima_row_, TORCH_SM3_ISA)(                          \
-      const SM3Row<C>& row, const SM3Coefficients<C>& coefficients) {         \
-    return maxima_row(row, coefficients);                                     \
+#define TORCH_SM3_DEFINE_SM3_ROW(C)                                   \
+  C TORCH_SM3_PASTE(sm3_update_row_, TORCH_SM3_ISA)(                  \
+      const SM3Row<C>& row, const SM3Coefficients<C>& coefficients) { \
+    return update_row(row, coefficients);                             \
+  }                                                                   \
+  C TORCH_SM3_PASTE(sm3_maxima_row_, TORCH_SM3_ISA)(                  \
+      const SM3Row<C>& row, const SM3Coefficients<C>& coefficients) { \
+    return maxima_row(row, coefficients);                             \
   }
 
 TORCH_SM3_DEFINE_SM3_ROW(float)
 TORCH_SM3_DEFINE_SM3_ROW(double)
+
+void TORCH_SM3_PASTE(sm3_turn_, TORCH_SM3_ISA)(
+    const float* in,
+    int64_t stride,
+    int64_t rows,
+    int64_t columns,
+    float* out,
+    int64_t pitch) {
+  int64_t whole_columns = 0;
+#if defined(__AVX2__)
+  constexpr int64_t kBlock = 8;
+  // Columns far ahead are asked for early: each is on a page of its own.
+  constexpr int64_t kColumnsAhead = 32;
+  constexpr int64_t kFloats = kLine / static_cast<int64_t>(sizeof(float));
+  const int64_t whole_rows = rows / kBlock * kBlock;
+  for (int64_t c = 0; c + kBlock <= columns; c += kBlock) {
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const float* const ahead = in + (c + i + kColumnsAhead) * stride;
+      for (int64_t r = 0; r < rows; r += kFloats) {
+        __builtin_prefetch(ahead + r);
+      }
+    }
+    for (int64_t r = 0; r < whole_rows; r += kBlock) {
+      turn_8x8(in + r + c * stride, stride, out + r * pitch + c, pitch);
+    }
+    turn_scalar(
+        in + whole_rows + c * stride,
+        stride,
+        rows - whole_rows,
+        kBlock,
+        out + whole_rows * pitch + c,
+        pitch);
+    whole_columns = c + kBlock;
+  }
+#endif
+  turn_scalar(
+      in + whole_columns * stride,
+      stride,
+      rows,
+      columns - whole_columns,
+      out + whole_columns,
+      pitch);
+}
 
 } // namespace torch_sm3

@@ -3,8 +3,8 @@
 
 /// \file
 /// The arithmetic of one element of SM3, once for every CPU instruction set and
-/// for CUDA. Every operation is one IEEE rounding: that is what makes their bits
-/// equal.
+/// for CUDA. Every operation is one IEEE rounding: that is what makes their
+/// bits equal.
 
 #include <scalar_math.h>
 
@@ -51,10 +51,8 @@ struct SM3Coefficients {
 /// \param lr         learning rate, which may come from a tensor
 /// \param grad_scale what the loss was multiplied by; 1 without
 template <class C>
-TORCH_SM3_INLINE SM3Coefficients<C> sm3_coefficients(
-    const SM3Hyperparameters& h,
-    double lr,
-    double grad_scale) {
+TORCH_SM3_INLINE SM3Coefficients<C>
+sm3_coefficients(const SM3Hyperparameters& h, double lr, double grad_scale) {
   SM3Coefficients<C> k;
   k.lr = static_cast<C>(lr);
   k.momentum = static_cast<C>(h.momentum);
@@ -102,7 +100,8 @@ TORCH_SM3_INLINE C sm3_clamp(C g) {
   return low > SM3Limits<C>::kRootMax ? SM3Limits<C>::kRootMax : low;
 }
 
-/// g^2, saturated; zero where g is not finite, so that it enters no accumulator.
+/// g^2, saturated; zero where g is not finite, so that it enters no
+/// accumulator.
 template <class C>
 TORCH_SM3_INLINE C sm3_square(C g) {
   const C clamped = sm3_clamp(g);
@@ -140,8 +139,7 @@ TORCH_SM3_INLINE C sm3_direction(C g, C nu, const SM3Coefficients<C>& k) {
 
 /// The direction with weight decay in it, where the preset has it there.
 template <class C>
-TORCH_SM3_INLINE C
-sm3_first_decay(C u, C w, const SM3Coefficients<C>& k) {
+TORCH_SM3_INLINE C sm3_first_decay(C u, C w, const SM3Coefficients<C>& k) {
   return k.first_decay == C(0) ? u : u + k.first_decay * w;
 }
 

@@ -23,8 +23,7 @@ void maxima_of(
   SM3Pack<C> pack(SM3Hyperparameters{});
   bool any = false;
   for (const auto i : c10::irange(grads.size())) {
-    if ((grads[i].scalar_type() == at::kDouble) !=
-        std::is_same_v<C, double>) {
+    if ((grads[i].scalar_type() == at::kDouble) != std::is_same_v<C, double>) {
       continue;
     }
     SM3Geometry g = sm3_view(covers[i]);
@@ -96,8 +95,8 @@ void sm3_nonfinite_cuda(at::TensorList grads, const at::Tensor& found) {
   if (pack.empty()) {
     return;
   }
-  const at::Tensor memory = sm3_upload(
-      pack.bytes(), pack.bytes(), [&](char* to) { pack.write(to); });
+  const at::Tensor memory =
+      sm3_upload(pack.bytes(), pack.bytes(), [&](char* to) { pack.write(to); });
   launch_sm3_nonfinite(
       pack.launch(
           static_cast<char*>(memory.mutable_data_ptr()),

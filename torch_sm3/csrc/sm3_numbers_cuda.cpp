@@ -4,8 +4,7 @@
 
 namespace torch_sm3 {
 
-void SM3DeviceNumbers::check(const char* name, const at::Tensor& tensor)
-    const {
+void SM3DeviceNumbers::check(const char* name, const at::Tensor& tensor) const {
   TORCH_CHECK_VALUE(
       tensor.device() == device_,
       op_,

@@ -20,10 +20,10 @@ class SM3DeviceNumbers {
       : op_(op), device_(device) {}
 
   /// \param otherwise what it is without a tensor
-  SM3Number of(
-      const char* name,
-      const std::optional<at::Tensor>& tensor,
-      double otherwise);
+  SM3Number
+  of(const char* name,
+     const std::optional<at::Tensor>& tensor,
+     double otherwise);
   /// Throws if a tensor is on another device.
   void check(const char* name, const at::Tensor& tensor) const;
 

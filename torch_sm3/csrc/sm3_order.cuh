@@ -2,8 +2,8 @@
 #pragma once
 
 /// \file
-/// The order of the launches of one step. `launch(blocks, kernel, arguments...)`
-/// is a launch on the device or, for tests, on host threads.
+/// The order of the launches of one step. `launch(blocks, kernel,
+/// arguments...)` is a launch on the device or, for tests, on host threads.
 
 #include <sm3_any_kernel.cuh>
 #include <sm3_nonfinite_kernel.cuh>

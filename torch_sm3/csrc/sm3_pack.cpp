@@ -50,8 +50,7 @@ bool differs_in_row(const SM3Geometry& g, const SM3Group& group, size_t outer) {
 
 // Rows in which the numbers of each column stay the same: the axes after the
 // last one outside of a row that such a number depends on.
-int64_t
-rows_of_columns(const SM3Geometry& g, size_t outer) {
+int64_t rows_of_columns(const SM3Geometry& g, size_t outer) {
   int64_t rows = 1;
   for (size_t axis = outer; axis-- > 0;) {
     for (const SM3Group& group : g.groups) {
@@ -65,9 +64,8 @@ rows_of_columns(const SM3Geometry& g, size_t outer) {
 }
 
 // The dimensions of a tensor, and its numbers if there are several.
-SM3DeviceStrided describe_strided(
-    const SM3Strided& tensor,
-    std::vector<int64_t>& numbers) {
+SM3DeviceStrided
+describe_strided(const SM3Strided& tensor, std::vector<int64_t>& numbers) {
   SM3DeviceStrided t{};
   t.data = tensor.data;
   t.kind = tensor.kind;
@@ -78,8 +76,7 @@ SM3DeviceStrided describe_strided(
   }
   if (tensor.dims > 1) {
     numbers.insert(numbers.end(), tensor.sizes, tensor.sizes + tensor.dims);
-    numbers.insert(
-        numbers.end(), tensor.strides, tensor.strides + tensor.dims);
+    numbers.insert(numbers.end(), tensor.strides, tensor.strides + tensor.dims);
   }
   return t;
 }
@@ -100,11 +97,9 @@ int32_t SM3Pack<C>::add_numbers(c10::IntArrayRef numbers) {
 }
 
 template <class C>
-SM3DeviceStrided
-SM3Pack<C>::strided(const SM3Strided& tensor, int64_t length) {
+SM3DeviceStrided SM3Pack<C>::strided(const SM3Strided& tensor, int64_t length) {
   SM3DeviceStrided t = describe_strided(tensor, numbers_);
-  t.by_row =
-      tensor.dims <= 1 || tensor.sizes[tensor.dims - 1] % length == 0;
+  t.by_row = tensor.dims <= 1 || tensor.sizes[tensor.dims - 1] % length == 0;
   return t;
 }
 
@@ -193,8 +188,7 @@ void SM3Pack<C>::cut_rows(
     t.unit = last < kSM3Block ? kSM3Block / last * last : last;
   }
   t.period = rows_of_columns(g, outer);
-  t.tile_rows =
-      static_cast<int32_t>(std::min<int64_t>(kSM3TileRows, t.period));
+  t.tile_rows = static_cast<int32_t>(std::min<int64_t>(kSM3TileRows, t.period));
 }
 
 template <class C>
@@ -206,7 +200,7 @@ void SM3Pack<C>::add(const SM3Geometry& g, const SM3Clock& clock) {
   const bool by_rows =
       rows.kind == SM3Rows::Kind::kRows && (whole || t.scales == nullptr);
   const bool diagonal = rows.kind == SM3Rows::Kind::kDiagonal;
-  t.form = by_rows   ? SM3Form::kRows
+  t.form = by_rows    ? SM3Form::kRows
            : diagonal ? SM3Form::kDiagonal
                       : SM3Form::kGeneral;
   if (by_rows) {
@@ -216,8 +210,7 @@ void SM3Pack<C>::add(const SM3Geometry& g, const SM3Clock& clock) {
     cut_elements(g, t);
   }
   const int64_t per_unit = ceiling(t.unit, kSM3Span);
-  t.spans = t.length / t.unit * per_unit +
-            ceiling(t.length % t.unit, kSM3Span);
+  t.spans = t.length / t.unit * per_unit + ceiling(t.length % t.unit, kSM3Span);
   fill_tensors(g.tensors, t);
   for (const SM3Group& group : g.groups) {
     C* const kept = group.accumulator.template mutable_data_ptr<C>();
@@ -232,9 +225,7 @@ void SM3Pack<C>::add(const SM3Geometry& g, const SM3Clock& clock) {
 }
 
 template <class C>
-void SM3Pack<C>::add_maxima(
-    const SM3Geometry& g,
-    const std::vector<C*>& out) {
+void SM3Pack<C>::add_maxima(const SM3Geometry& g, const std::vector<C*>& out) {
   SM3DeviceTensor<C> t = describe(g, {});
   const SM3Rows rows = sm3_rows(g);
   const bool by_rows = g.numel > 0 && rows.kind == SM3Rows::Kind::kRows;
@@ -294,11 +285,10 @@ size_t SM3Pack<C>::list_of(const SM3DeviceTensor<C>& t) const {
       t.param.kind != ScalarKind::kFloat64 &&
       (t.param.kind == ScalarKind::kFloat32 ||
        t.grad.kind == ScalarKind::kFloat32 || t.grad.kind == t.param.kind);
-  const bool plain = plain_types &&
-                     (t.form == SM3Form::kRows || moves_in_place) &&
-                     plain_momentum && t.compensation.data == nullptr &&
-                     !t.stochastic && t.param.by_row && t.grad.by_row &&
-                     t.momentum.by_row;
+  const bool plain =
+      plain_types && (t.form == SM3Form::kRows || moves_in_place) &&
+      plain_momentum && t.compensation.data == nullptr && !t.stochastic &&
+      t.param.by_row && t.grad.by_row && t.momentum.by_row;
   if (!plain) {
     return kSM3Lists - 1;
   }
@@ -314,10 +304,9 @@ bool SM3Pack<C>::is_aligned(const SM3DeviceStrided& t) const {
   if (t.data == nullptr) {
     return true;
   }
-  const int64_t bytes =
-      std::min<int64_t>(kAlign, kSM3Pack * size_of(t.kind));
-  bool aligned = t.stride == 1 &&
-                 reinterpret_cast<uintptr_t>(t.data) % bytes == 0;
+  const int64_t bytes = std::min<int64_t>(kAlign, kSM3Pack * size_of(t.kind));
+  bool aligned =
+      t.stride == 1 && reinterpret_cast<uintptr_t>(t.data) % bytes == 0;
   for (int d = 0; d + 1 < t.dims; ++d) {
     aligned = aligned && numbers_[t.shape + t.dims + d] % kSM3Pack == 0;
   }
@@ -349,8 +338,7 @@ void SM3Pack<C>::add_tiles(const SM3DeviceTensor<C>& t, size_t list) {
   const int64_t last = (t.end - t.origin - 1) / t.length;
   for (int64_t tile = tile_of(first); tile <= tile_of(last); ++tile) {
     for (int64_t span = 0; span < t.spans; ++span) {
-      tiles_[list].push_back(
-          make_tile(tensors_.size(), tile * t.spans + span));
+      tiles_[list].push_back(make_tile(tensors_.size(), tile * t.spans + span));
     }
   }
 }
@@ -374,11 +362,9 @@ typename SM3Pack<C>::Layout SM3Pack<C>::layout() const {
   for (const auto& list : tiles_) {
     tiles += static_cast<int64_t>(list.size());
   }
-  l.keep_tiles =
-      l.tiles + align(tiles * static_cast<int64_t>(sizeof(SM3Tile)));
+  l.keep_tiles = l.tiles + align(tiles * static_cast<int64_t>(sizeof(SM3Tile)));
   l.state = l.keep_tiles + bytes_of(keep_tiles_);
-  l.next =
-      l.state + align(static_cast<int64_t>(sizeof(SM3DeviceState<C>)));
+  l.next = l.state + align(static_cast<int64_t>(sizeof(SM3DeviceState<C>)));
   l.end = l.next + align(scratch_ * static_cast<int64_t>(sizeof(C)));
   return l;
 }
@@ -452,8 +438,7 @@ void SM3NonfinitePack::write(char* host) const {
   put(tiles_, put(numbers_, put(counts_, put(tensors_, host))));
 }
 
-SM3NonfiniteLaunch
-SM3NonfinitePack::launch(char* memory, float* found) const {
+SM3NonfiniteLaunch SM3NonfinitePack::launch(char* memory, float* found) const {
   SM3NonfiniteLaunch l{};
   l.tensors = reinterpret_cast<const SM3DeviceStrided*>(memory);
   memory += bytes_of(tensors_);

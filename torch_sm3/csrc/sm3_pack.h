@@ -2,8 +2,8 @@
 #pragma once
 
 /// \file
-/// Packs the parameters of one call into the tables that sm3_device.h lays down.
-/// It needs no GPU: the memory may be the host's.
+/// Packs the parameters of one call into the tables that sm3_device.h lays
+/// down. It needs no GPU: the memory may be the host's.
 
 #include <sm3_device.h>
 #include <sm3_geometry.h>
@@ -55,8 +55,7 @@ class SM3Pack {
   }
   void write(char* host) const;
   /// \param memory `bytes()` bytes, which begin with those that `write` wrote
-  SM3DenseLaunch<C>
-  dense(char* memory, const SM3DeviceOptions& options) const;
+  SM3DenseLaunch<C> dense(char* memory, const SM3DeviceOptions& options) const;
   SM3Table<C> table(char* memory) const;
 
  private:

@@ -2,8 +2,8 @@
 #pragma once
 
 /// \file
-/// Elements of SM3 with every option, for CUDA kernels: types known at run time,
-/// any strides, stochastic rounding, Kahan summation.
+/// Elements of SM3 with every option, for CUDA kernels: types known at run
+/// time, any strides, stochastic rounding, Kahan summation.
 ///
 /// A part is some elements of one thread: SM3RowPart, or one element alone.
 

@@ -13,7 +13,8 @@ namespace torch_sm3 {
 
 /// Elements that are loaded together.
 template <class T>
-struct alignas(kSM3Pack * sizeof(T) > 16 ? 16 : kSM3Pack * sizeof(T)) SM3Packed {
+struct alignas(kSM3Pack * sizeof(T) > 16 ? 16 : kSM3Pack * sizeof(T))
+    SM3Packed {
   T values[kSM3Pack];
 };
 
@@ -92,8 +93,7 @@ TORCH_SM3_DEVICE void sm3_plain_row(
     sm3_widen(w[i], &weight);
     gradient = k.scale * gradient;
     const C nu = sm3_bound(gradient, old[i], k);
-    C direction =
-        sm3_first_decay(sm3_direction(gradient, nu, k), weight, k);
+    C direction = sm3_first_decay(sm3_direction(gradient, nu, k), weight, k);
     if (momentum != nullptr) {
       C before;
       sm3_widen(m[i], &before);
@@ -120,8 +120,7 @@ TORCH_SM3_DEVICE void sm3_plain_tile(
   const int warp = static_cast<int>(threadIdx.x / kSM3Warp);
   const bool diagonal = t.form == SM3Form::kDiagonal;
   C* const kept = table.groups[t.groups].kept + t.begin;
-  const C row_number =
-      diagonal ? C(0) : sm3_open_tile(table, t, span, columns);
+  const C row_number = diagonal ? C(0) : sm3_open_tile(table, t, span, columns);
   SM3RowPart part{};
   part.lane = lane;
   part.vector = t.vector;

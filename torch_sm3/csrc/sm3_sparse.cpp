@@ -21,9 +21,15 @@ Role role_of(const SM3Geometry& g, const SM3Group& group, int64_t rows) {
   for (size_t axis = g.view.size(); axis-- > 0;) {
     const int64_t from = after;
     after *= g.view[axis];
-    const bool of_rows = after > row && after > from;
-    role.holds_rows |= of_rows && group.strides[axis] != 0;
-    role.within_rows &= !of_rows || group.strides[axis] != 0;
+    if (after == from) {
+      continue;
+    }
+    role.holds_rows |= after > row && group.strides[axis] != 0;
+    if (group.strides[axis] == 0) {
+      // A set may spread over all elements from here on: of the outermost such
+      // axis, which comes last.
+      role.within_rows = row % after == 0;
+    }
   }
   return role;
 }

@@ -2,9 +2,9 @@
 #pragma once
 
 /// \file
-/// CUDA kernels of SM3 for the rows that a sparse gradient names, one thread per
-/// element. New numbers go through scratch memory of which only touched places
-/// are ever written or read, so that the cost is that of the gradient.
+/// CUDA kernels of SM3 for the rows that a sparse gradient names, one thread
+/// per element. New numbers go through scratch memory of which only touched
+/// places are ever written or read, so that the cost is that of the gradient.
 
 #include <sm3_part_kernel.cuh>
 
@@ -81,8 +81,7 @@ TORCH_SM3_DEVICE void sm3_for_sparse(
   element.position = sm3_sparse_position(rows, table.numbers, i);
   sm3_gather(
       table.tensors[0].grad, table.numbers, SM3One{i}, &element.gradient);
-  element.gradient =
-      table.state->coefficients.scale * element.gradient;
+  element.gradient = table.state->coefficients.scale * element.gradient;
   body(element);
 }
 
@@ -99,8 +98,8 @@ TORCH_SM3_DEVICE SM3Keeping sm3_sparse_keeping(
     const SM3DeviceGroup<C>& group,
     SM3Keeping keeping,
     bool sums) {
-  const bool larger = keeping.accumulates ? !sums && !group.assigned
-                                          : !group.assigned;
+  const bool larger =
+      keeping.accumulates ? !sums && !group.assigned : !group.assigned;
   return {keeping.accumulates, keeping.larger || larger};
 }
 
@@ -172,8 +171,8 @@ __global__ void __launch_bounds__(kSM3Threads) sm3_sparse_keep_kernel(
           if (sm3_is_own(t, group)) {
             return;
           }
-          const Bits number =
-              atomicExch(sm3_as_bits(table.next + group.next + place), ~Bits{0});
+          const Bits number = atomicExch(
+              sm3_as_bits(table.next + group.next + place), ~Bits{0});
           if (number != ~Bits{0}) {
             C& kept = group.kept[place];
             kept = sm3_kept(
@@ -225,8 +224,8 @@ __global__ void __launch_bounds__(kSM3Threads) sm3_sparse_update_kernel(
             return;
           }
           C& kept = group.kept[place];
-          kept = sm3_kept(
-              kept, nu, sm3_sparse_keeping(group, keeping, sums), k);
+          kept =
+              sm3_kept(kept, nu, sm3_sparse_keeping(group, keeping, sums), k);
         });
   });
 }

@@ -72,8 +72,7 @@ std::unique_ptr<Source> make_source(int64_t bytes) {
   }
   const Relaxed relaxed;
   auto source = std::make_unique<Source>(Source{nullptr, bytes});
-  C10_CUDA_CHECK(
-      cudaHostAlloc(&source->memory, bytes, cudaHostAllocPortable));
+  C10_CUDA_CHECK(cudaHostAlloc(&source->memory, bytes, cudaHostAllocPortable));
   return source;
 }
 

@@ -14,7 +14,8 @@ namespace torch_sm3 {
 /// True if the current stream captures a CUDA graph.
 bool sm3_is_capturing();
 
-/// Allocates memory on the current device and fills its beginning from the host.
+/// Allocates memory on the current device and fills its beginning from the
+/// host.
 ///
 /// \param bytes  to allocate
 /// \param filled of those, at the beginning, to copy

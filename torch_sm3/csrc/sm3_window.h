@@ -26,11 +26,8 @@ inline void prefetch(const void* memory, int64_t bytes) {
 // Calls `body(offset, stride, count, position)` for the runs of equal stride
 // that make up the elements [first, first + count).
 template <class Body>
-inline __attribute__((always_inline)) void for_runs(
-    const SM3Strided& t,
-    int64_t first,
-    int64_t count,
-    const Body& body) {
+inline __attribute__((always_inline)) void
+for_runs(const SM3Strided& t, int64_t first, int64_t count, const Body& body) {
   if (t.dims == 1) {
     body(first * t.strides[0], t.strides[0], count, int64_t{0});
     return;
@@ -115,8 +112,7 @@ inline void with_type(ScalarKind kind, const Body& body) {
 
 template <class C>
 inline bool is_computing_type(ScalarKind kind) {
-  return kind ==
-         (sizeof(C) == 8 ? ScalarKind::kFloat64 : ScalarKind::kFloat32);
+  return kind == (sizeof(C) == 8 ? ScalarKind::kFloat64 : ScalarKind::kFloat32);
 }
 
 template <class C>
@@ -147,11 +143,7 @@ void store(const C* in, const SM3Strided& t, int64_t first, int64_t count) {
 // The elements [first, first + count) of a tensor as an array of the computing
 // type: the tensor's own memory where it already is one, else `buffer`.
 template <class C>
-C* open_window(
-    const SM3Strided& t,
-    int64_t first,
-    int64_t count,
-    C* buffer) {
+C* open_window(const SM3Strided& t, int64_t first, int64_t count, C* buffer) {
   if (is_direct<C>(t)) {
     return static_cast<C*>(t.data) + first;
   }
@@ -200,8 +192,7 @@ inline void store_stochastic(
   auto* out = static_cast<BFloat16*>(t.data);
   for_runs(t, first, count, [&](auto offset, auto stride, auto n, auto at) {
     for (int64_t j = 0; j < n; ++j) {
-      round_stochastic(
-          in[at + j], random[at + j], out + offset + j * stride);
+      round_stochastic(in[at + j], random[at + j], out + offset + j * stride);
     }
   });
 }
@@ -221,10 +212,8 @@ inline void for_blocks(
     const int64_t row = (first + position) / last;
     const int64_t column = (first + position) % last;
     const int64_t n = least(
-        count - position,
-        least(last - column, kSM3Block - column % kSM3Block));
-    body(
-        tensors.scales[row * blocks + column / kSM3Block], position, n);
+        count - position, least(last - column, kSM3Block - column % kSM3Block));
+    body(tensors.scales[row * blocks + column / kSM3Block], position, n);
     position += n;
   }
 }
@@ -244,12 +233,11 @@ inline void load_blocks(
           out[at + j] = static_cast<float>(in[offset + j * stride]);
         }
       });
-  for_blocks(
-      tensors, first, count, [&](float scale, int64_t at, int64_t n) {
-        for (int64_t j = at; j < at + n; ++j) {
-          out[j] *= scale;
-        }
-      });
+  for_blocks(tensors, first, count, [&](float scale, int64_t at, int64_t n) {
+    for (int64_t j = at; j < at + n; ++j) {
+      out[j] *= scale;
+    }
+  });
 }
 
 inline float block_scale(const float* values, int64_t count) {

@@ -3,71 +3,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, overload
+from collections.abc import Callable
+from typing import overload
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from torch_sm3 import _ops
-from torch_sm3.optim._checks import check_options, check_param
+from torch_sm3.optim._batch import Options
+from torch_sm3.optim._cover import Cover
+from torch_sm3.optim._fused import Entry, fused_sm3, fused_sparse_sm3, lists
+from torch_sm3.optim._gather import GatheringSM3, batch_of
+from torch_sm3.optim._multi import multi_tensor_sm3 as _multi_tensor_sm3
+from torch_sm3.optim._plan import Work
+from torch_sm3.optim._scaling import learning_rate, nonfinite, on
+from torch_sm3.optim._single import single_tensor_sm3 as _single_tensor_sm3
+from torch_sm3.optim._sparse import sparse_sm3 as _sparse_sm3
+from torch_sm3.optim._state import steps_follow
 
-__all__ = ["SM3", "sm3"]
-
-_DEFAULTS: dict[str, Any] = {
-    "lr": 0.1,
-    "momentum": 0.0,
-    "beta2": None,
-    "eps": None,
-    "weight_decay": 0.0,
-    "maximize": False,
-}
+__all__ = ["SM3"]
 
 
-class SM3(Optimizer):
-    r"""Implements SM3-II, Adagrad with one accumulator per row and per column.
+class SM3(GatheringSM3):
+    r"""Implements SM3, Adagrad with one accumulator per row and per column.
 
     A matrix of :math:`m \times n` elements keeps :math:`m + n` numbers instead of
     :math:`mn`; a tensor of any rank keeps one vector per dimension. With gradient
     :math:`g`, accumulators :math:`\mu(r)` over the sets :math:`S_r` (rows, columns,
     ...), learning rate :math:`\eta`, momentum :math:`\beta_1` and weight decay
-    :math:`\lambda`, a step is
+    :math:`\lambda`, a step of SM3-II is
 
     .. math::
         \begin{aligned}
         \nu(i) &= c_1 \min_{r \ni i} \mu(r) + c_2\, g(i)^2, \qquad
         \mu(r) \leftarrow \max_{i \in S_r} \nu(i) \\
-        u(i) &= g(i) / \sqrt{\nu(i) + \epsilon} \\
+        u(i) &= g(i) / \sqrt{\nu(i) + \epsilon}
+            \qquad (u = 0 \text{ if } \nu + \epsilon = 0) \\
         m(i) &\leftarrow \beta_1 m(i) + (1 - \beta_1) u(i)
             \qquad (m = u \text{ if } \beta_1 = 0) \\
         w(i) &\leftarrow (1 - \eta \lambda)\, w(i) - \eta\, m(i)
         \end{aligned}
 
     with :math:`c_1 = c_2 = 1` (the sum), or :math:`c_1 = \beta_2` and
-    :math:`c_2 = 1 - \beta_2`. Scalars, vectors and 2 x 2 matrices use Adagrad
-    itself. A gradient element that is NaN or infinite never enters an accumulator;
-    only its own weight shows it.
+    :math:`c_2 = 1 - \beta_2`. SM3-I first updates
+    :math:`\mu(r) \leftarrow c_1 \mu(r) + c_2 \max_{j \in S_r} g(j)^2`, then takes
+    :math:`\nu(i) = \min_{r \ni i} \mu(r)`, which is never smaller. Scalars, vectors
+    and 2 x 2 matrices use Adagrad itself.
 
-    Results have the same bits for any number of threads, instruction set and
-    strides. Gradients may have another floating dtype than their parameter.
+    Results have the same bits for every implementation (fused, foreach, for-loop), any
+    number of threads, instruction set, device and strides. A gradient element that is
+    NaN or infinite never enters an accumulator; only its own weight shows it.
+    Gradients may have another floating dtype than their parameter, and may be sparse
+    COO tensors: a step then visits what they touch, without momentum.
 
     Args:
-        params: parameters or parameter groups, on CPU or CUDA.
-        lr: learning rate, a number or a tensor with one element.
+        params: parameters, named parameters or groups, on any device. Every option
+            but ``skip_nonfinite`` may differ between groups.
+        lr: learning rate, a number or a tensor with one element, which is only read.
         momentum: average of the preconditioned gradients, in [0, 1). Costs one
             buffer of the parameter's size; 0 keeps the state small.
         beta2: None or 1 sums squared gradients; less forgets them exponentially.
-        eps: added under the root. None is 1e-30, at which a zero gradient is an
-            exact no-op.
+        eps: added under the root. None is the preset's: 1e-30 without ``compat``, at
+            which a zero gradient is an exact no-op.
         weight_decay: decoupled decay, applied before the update as in AdamW.
+        variant: "II", or "I" for the paper's first algorithm.
+        compat: numeric conventions of another implementation: "google", "optax",
+            "trax" or "enealor" (also pytorch_optimizer and gpt-neox).
+        cover: "auto", "standard" (without the rule for 2 x 2), "diagonal" (Adagrad
+            for every shape) or a :class:`Cover`.
         maximize: ascend instead of descend.
+        momentum_dtype: of the buffer: None is the parameter's, or torch.float32,
+            torch.bfloat16, torch.int8 (a scale for each 256 elements; small
+            parameters keep float32).
+        stochastic_rounding: round bfloat16 weights and int8 momentum to a neighbour
+            at random, by a generator of its own; torch's stays as it is.
+        kahan: keep what rounding of 16-bit weights loses in a tensor of their size.
+        seed: of ``stochastic_rounding``.
+        skip_nonfinite: change nothing in a step in which a gradient element is NaN or
+            infinite; decided on the device, see :attr:`skipped_steps`.
+        foreach: True for torch._foreach functions.
+        fused: True for one operator per device and group, with an error where there is
+            none. None takes it where there is one; False for the for-loop.
+        capturable: keep step counts on the parameters' device, for CUDA graphs.
+        differentiable: let autograd record the update; for-loop only.
 
     Raises:
-        ValueError: for a hyper-parameter out of its range, or a complex, integer,
-            sparse or memory-overlapping parameter.
-        TypeError: for a callable ``lr``.
-        RuntimeError: at :meth:`step`, for a sparse gradient.
+        ValueError: for an option out of its range, a cover that does not fit, or a
+            complex, integer, sparse or memory-overlapping parameter.
+        TypeError: for a callable ``lr``, or a name that is no string.
+        NotImplementedError: for float64 parameters with bfloat16 or int8 momentum.
+        RuntimeError: for ``foreach``, ``fused`` and ``differentiable`` together.
 
     Example:
         >>> model = torch.nn.Linear(1000, 500)
@@ -78,7 +103,7 @@ class SM3(Optimizer):
         >>> optimizer.step()
 
     Source: Anil, Gupta, Koren, Singer, "Memory-Efficient Adaptive Optimization",
-    arXiv 1901.11150, algorithm SM3-II.
+    arXiv 1901.11150, algorithms SM3-I and SM3-II.
     """
 
     def __init__(
@@ -90,7 +115,19 @@ class SM3(Optimizer):
         eps: float | None = None,
         weight_decay: float = 0.0,
         *,
+        variant: str = "II",
+        compat: str | None = None,
+        cover: str | Cover = "auto",
         maximize: bool = False,
+        momentum_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        kahan: bool = False,
+        seed: int = 0,
+        skip_nonfinite: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -98,57 +135,25 @@ class SM3(Optimizer):
             "beta2": beta2,
             "eps": eps,
             "weight_decay": weight_decay,
+            "variant": variant,
+            "compat": compat,
+            "cover": cover,
             "maximize": maximize,
+            "momentum_dtype": momentum_dtype,
+            "stochastic_rounding": stochastic_rounding,
+            "kahan": kahan,
+            "seed": seed,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "differentiable": differentiable,
         }
-        check_options(defaults)
-        self._loaded: dict[str, Any] | None = None
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, skip_nonfinite)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; a rejected one leaves the optimizer unchanged.
-
-        Args:
-            param_group: parameters under ``"params"`` and options that differ from
-                the defaults.
-        """
-        check_options({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-        try:
-            for param in self.param_groups[-1]["params"]:
-                check_param(param)
-        except ValueError:
-            del self.param_groups[-1]
-            raise
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from a pickle or a loaded state dict, filling missing options."""
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for key, value in _DEFAULTS.items():
-                group.setdefault(key, value)
-        self.__dict__.setdefault("_loaded", None)
-        if self._loaded is not None:
-            self._fill_state(self._loaded)
-
-    def init_state(self) -> None:
-        """Create the state of every parameter that requires a gradient."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.requires_grad or param.grad is not None:
-                    self._init_param(param, group)
-
-    def _init_param(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[param]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.int64)
-            accumulators = _ops.sm3_accumulators(param.detach())
-            for i, accumulator in enumerate(accumulators):
-                state[f"accumulator_{i}"] = accumulator
-        if group["momentum"] > 0 and "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(
-                param, memory_format=torch.preserve_format
-            )
-        return state
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether GradScaler hands over its scale instead of unscaling gradients."""
+        return all(group["fused"] is True for group in self.param_groups)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -156,201 +161,121 @@ class SM3(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Do one step on all parameters that have a gradient.
+
+        The first call creates the state of all parameters that require a gradient.
 
         Args:
             closure: computes the loss again, with gradients, and returns it.
 
         Returns:
             The closure's loss, or None.
+
+        Raises:
+            RuntimeError: for a sparse gradient with weight decay or
+                ``differentiable``, a parameter that ``fused=True`` or ``capturable``
+                cannot take, or a CUDA graph that lacks ``capturable`` or state.
+            ValueError: for a gradient of another layout than strided or COO.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.init_state()
-        for group in self.param_groups:
-            # A parameter listed twice is updated once.
-            params = {id(p): p for p in group["params"] if p.grad is not None}
-            for device in {p.device for p in params.values()}:
-                self._step_params(
-                    [p for p in params.values() if p.device == device], group
-                )
+        with torch.no_grad():
+            self._do_step()
         return loss
 
-    def _step_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        states = [self._init_param(param, group) for param in params]
-        grads = [param.grad for param in params if param.grad is not None]
-        momenta = [s["momentum_buffer"] for s in states if group["momentum"] > 0]
-        sm3(
-            params,
-            grads,
-            [_accumulators(state) for state in states],
-            momenta,
-            [state["step"] for state in states],
-            **{key: group[key] for key in _DEFAULTS},
+    def _do_step(self) -> None:
+        plan = self._current_plan()
+        # Everything is checked before anything is written.
+        works = [work for lane in plan.lanes for work in self._gather(lane)]
+        self._watch_stale(works)
+        skip, found = self._decide(works)
+        self._before_update(works, skip)
+        if not skip:
+            scale = getattr(self, "grad_scale", None)
+            for work in works:
+                with torch.set_grad_enabled(work.group["differentiable"]):
+                    self._update(work, self._options(work, scale, found))
+        self._after_update(works, skip)
+
+    def _before_update(self, works: list[Work], skip: bool) -> None:
+        """Run before the first update of a step; for collectives of a subclass."""
+
+    def _after_update(self, works: list[Work], skip: bool) -> None:
+        """Run after the last update of a step, also of a skipped one."""
+
+    def _reduce_found(self, found: Tensor | None) -> Tensor | None:
+        """Return the flag of skipped steps after all processes have agreed on it."""
+        return found
+
+    def _decide(self, works: list[Work]) -> tuple[bool, Tensor | None]:
+        """Return whether the step is skipped, or a tensor that will tell the device."""
+        found: Tensor | None = getattr(self, "found_inf", None)
+        if self._skip_nonfinite:
+            bad = nonfinite(works)
+            if bad is not None:
+                found = bad if found is None else bad + found.to(bad.device)
+        found = self._reduce_found(found)
+        if found is None:
+            return False, None
+        found = found.detach().reshape(())
+        self._skips_on(found.device).add_(found != 0)
+        on_device = found.device.type != "cpu" and all(
+            steps_follow(work.group, self._skip_nonfinite) for work in works
+        )
+        return (False, found) if on_device else (bool(found), None)
+
+    def _options(
+        self, work: Work, scale: Tensor | None, found: Tensor | None
+    ) -> Options:
+        group, device = work.group, work.device
+        return Options(
+            lr=learning_rate(group["lr"], device, group["differentiable"]),
+            momentum=group["momentum"],
+            beta2=group["beta2"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            variant=group["variant"],
+            compat=group["compat"],
+            maximize=group["maximize"],
+            stochastic_rounding=group["stochastic_rounding"],
+            seed=group["seed"],
+            capturable=group["capturable"],
+            differentiable=group["differentiable"],
+            grad_scale=on(scale, device),
+            found_inf=on(found, device),
         )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned; no state tensor changes its dtype.
-
-        Args:
-            state_dict: is not modified.
-
-        Raises:
-            ValueError: if groups or shapes do not fit the parameters.
-        """
-
-        # The base class casts state to the parameter's dtype, which would ruin the
-        # float32 accumulators of 16-bit parameters. This hook runs after the user's
-        # and takes the state away; __setstate__ puts it in place, before post-hooks.
-        def take(_: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
-            self._loaded = full
-            return {**full, "state": {}}
-
-        handle = self.register_load_state_dict_pre_hook(take)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-            self._loaded = None
-
-    def _fill_state(self, full: dict[str, Any]) -> None:
-        saved = [key for group in full["param_groups"] for key in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        by_key = dict(zip(saved, params, strict=True))
-        # Everything is checked before anything is kept.
-        filled = {
-            by_key[key]: _load_param(by_key[key], state, key)
-            for key, state in full["state"].items()
-            if key in by_key
-        }
-        self.state.update(filled)
-
-    def state_bytes(self, detail: bool = False) -> int | dict[str, int]:
-        """Count the bytes of the optimizer's state on this process.
-
-        Before the first step this is what the state will take.
-
-        Args:
-            detail: return a dict by kind: accumulator, momentum, step.
-
-        Returns:
-            Bytes, or bytes by kind.
-
-        Example:
-            >>> weight = torch.nn.Parameter(torch.zeros(512, 512, 3, 3))
-            >>> torch_sm3.SM3([weight]).state_bytes(detail=True)["accumulator"]
-            4120
-        """
-        sizes = {"accumulator": 0, "momentum": 0, "step": 0}
-        for group in self.param_groups:
-            for param in {id(p): p for p in group["params"]}.values():
-                state = self.state.get(param)
-                if not state:
-                    if not param.requires_grad:
-                        continue
-                    state = _predict_state(param, group)
-                for key, value in state.items():
-                    sizes[key.split("_")[0]] += value.numel() * value.element_size()
-        return sizes if detail else sum(sizes.values())
+    def _update(self, work: Work, options: Options) -> None:
+        """Do one call of one implementation."""
+        run(work, options)
 
 
-def _predict_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the state of a parameter on the meta device, where nothing is stored."""
-    like = torch.empty_like(param, device="meta")
-    state = {f"accumulator_{i}": a for i, a in enumerate(_ops.sm3_accumulators(like))}
-    state["step"] = torch.empty((), dtype=torch.int64, device="meta")
-    if group["momentum"] > 0:
-        state["momentum_buffer"] = like
-    return state
+def run(work: Work, options: Options) -> None:
+    """Update the parameters of one call by its implementation."""
+    if work.sparse and work.path == "fused":
+        fused_sparse_sm3(work.entries[0], work.grads[0], options)
+    elif work.sparse:
+        _run_sparse(work.entries[0], work.grads[0], options)
+    elif work.path == "fused":
+        arguments = work.whole or lists(work.entries, work.group)
+        fused_sm3(arguments, work.grads, options)
+    elif work.path == "foreach":
+        _multi_tensor_sm3(batch_of(work), options)
+    else:
+        _single_tensor_sm3(batch_of(work), options)
 
 
-def _accumulators(state: dict[str, Any]) -> list[Tensor]:
-    count = sum(key.startswith("accumulator_") for key in state)
-    return [state[f"accumulator_{i}"] for i in range(count)]
-
-
-def _load_param(param: Tensor, state: dict[str, Any], key: object) -> dict[str, Any]:
-    """Copy one parameter's saved state to its device, with all dtypes kept."""
-    loaded: dict[str, Any] = {}
-    expected = _ops.sm3_accumulators(torch.empty_like(param, device="meta"))
-    shapes = [tuple(accumulator.shape) for accumulator in expected]
-    found = [tuple(accumulator.shape) for accumulator in _accumulators(state)]
-    if shapes != found:
-        raise ValueError(
-            f"SM3.load_state_dict: expected accumulators of shapes {shapes} for "
-            f"parameter {key} of shape {tuple(param.shape)}, but got {found} "
-            "(argument 'state_dict')"
-        )
-    for name, value in state.items():
-        if name == "step":
-            loaded[name] = torch.as_tensor(value).to("cpu", torch.int64, copy=True)
-        elif isinstance(value, Tensor):
-            loaded[name] = value.to(param.device, copy=True)
-        else:
-            loaded[name] = value
-    return loaded
-
-
-def sm3(
-    params: list[Tensor],
-    grads: list[Tensor],
-    accumulators: Iterable[list[Tensor]],
-    momentum_buffers: list[Tensor],
-    steps: list[Tensor],
-    *,
-    lr: float | Tensor,
-    momentum: float = 0.0,
-    beta2: float | None = None,
-    eps: float | None = None,
-    weight_decay: float = 0.0,
-    maximize: bool = False,
-) -> None:
-    r"""Do one step of SM3 on explicit lists; the functional form of :class:`SM3`.
-
-    Args:
-        params: parameters on one device, updated in place.
-        grads: their gradients, dense, never written.
-        accumulators: for each parameter the list that
-            ``torch.ops.torch_sm3.sm3_accumulators`` makes, updated in place.
-        momentum_buffers: one per parameter, or empty without momentum.
-        steps: one int64 CPU scalar per parameter, counted up.
-        lr: learning rate.
-        momentum: see :class:`SM3`, as all that follow.
-        beta2: see :class:`SM3`.
-        eps: see :class:`SM3`.
-        weight_decay: see :class:`SM3`.
-        maximize: see :class:`SM3`.
-
-    Raises:
-        ValueError: if counts, shapes, dtypes or devices do not fit.
-        RuntimeError: for a sparse gradient.
-
-    Example:
-        >>> weight, grad = torch.zeros(2, 3), torch.ones(2, 3)
-        >>> state = torch.ops.torch_sm3.sm3_accumulators(weight)
-        >>> step = torch.zeros((), dtype=torch.int64)
-        >>> torch_sm3.sm3([weight], [grad], [state], [], [step], lr=0.1)
-        >>> weight[0], step
-        (tensor([-0.1000, -0.1000, -0.1000]), tensor(1))
-    """
-    if any(grad.layout != torch.strided for grad in grads):
-        raise RuntimeError("SM3 does not support sparse gradients")
-    _ops.sm3_update_(
-        params,
-        grads,
-        [tensor for one in accumulators for tensor in one],
-        momentum_buffers,
-        [],
-        [],
-        steps,
-        lr=float(lr),
-        momentum=momentum,
-        beta2=1.0 if beta2 is None else beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
+def _run_sparse(entry: Entry, grad: Tensor, options: Options) -> None:
+    _sparse_sm3(
+        entry.param,
+        grad,
+        entry.accumulators,
+        entry.compensation,
+        entry.step,
+        entry.cover,
+        entry.place,
+        options,
     )

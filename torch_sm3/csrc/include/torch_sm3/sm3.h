@@ -5,3 +5,5 @@
 /// SM3, whole.
 
 #include <torch_sm3/sm3_ops.h>
+#include <torch_sm3/sm3_optimizer.h>
+#include <torch_sm3/sm3_schedule.h>

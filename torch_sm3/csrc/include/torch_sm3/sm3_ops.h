@@ -4,7 +4,8 @@
 /// \file
 /// The operators of SM3, memory-efficient adaptive optimization (arXiv
 /// 1901.11150): Adagrad whose per-element sums are replaced by one number per
-/// row, column, ... of a tensor. A matrix of m x n elements keeps m + n numbers.
+/// row, column, ... of a tensor. A matrix of m x n elements keeps m + n
+/// numbers.
 
 #include <torch_sm3/export.h>
 
@@ -18,7 +19,8 @@
 
 namespace torch_sm3 {
 
-/// Options of one update; each is a keyword of `torch.ops.torch_sm3.sm3_update_`.
+/// Options of one update; each is a keyword of
+/// `torch.ops.torch_sm3.sm3_update_`.
 struct SM3UpdateOptions {
   double momentum = 0.0;      ///< in [0, 1): u is averaged before it is applied
   double beta2 = 1.0;         ///< in (0, 1]: 1 sums the squares, less forgets
@@ -42,8 +44,9 @@ struct SM3UpdateOptions {
 
 /// Makes the zero accumulators that `sm3_update_` needs for one parameter.
 ///
-/// By default one vector per dimension that is not of size 1; one accumulator of
-/// full size where that is not larger (scalars, vectors, 2 x 2, empty tensors).
+/// By default one vector per dimension that is not of size 1; one accumulator
+/// of full size where that is not larger (scalars, vectors, 2 x 2, empty
+/// tensors).
 ///
 /// \param param  a floating point parameter
 /// \param covers as in SM3UpdateOptions, of this parameter
@@ -67,9 +70,11 @@ TORCH_SM3_API std::vector<at::Tensor> sm3_accumulators(
 /// \param grads            gradients of the same shapes, never written
 /// \param accumulators     `sm3_accumulators` of each parameter, in order
 /// \param momentum_buffers one per parameter, or none if momentum is 0
-/// \param momentum_scales  none, or one per parameter: float32 scales of an int8
+/// \param momentum_scales  none, or one per parameter: float32 scales of an
+/// int8
 ///                         buffer, an empty tensor for another
-/// \param compensations    none, or one per parameter: what rounding of a 16-bit
+/// \param compensations    none, or one per parameter: what rounding of a
+/// 16-bit
 ///                         parameter lost, an empty tensor for another
 /// \param steps            one int64 scalar per parameter, counted up
 /// \param lr               learning rate, at least 0
@@ -103,7 +108,8 @@ TORCH_SM3_API void sm3_update_(
 /// made dense, bit for bit.
 ///
 /// \param param         parameter, any strides
-/// \param indices       int64 [sparse dimensions, rows], of a coalesced gradient
+/// \param indices       int64 [sparse dimensions, rows], of a coalesced
+/// gradient
 /// \param values        gradients of the named rows
 /// \param accumulators  `sm3_accumulators` of the parameter
 /// \param compensations none, or one tensor as in `sm3_update_`
