@@ -240,12 +240,12 @@ void run_dense(
     if ((param.scalar_type() == at::kDouble) != std::is_same_v<C, double>) {
       continue;
     }
-    if (param.numel() == 0) {
-      pack.add_empty(step);
-    } else {
+    if (param.numel() > 0 || item.part) {
       pack.add(
           sm3_geometry(a, item),
           {step, static_cast<uint64_t>(item.ordinal), 0});
+    } else {
+      pack.add_empty(step);
     }
   }
   if (!pack.empty()) {

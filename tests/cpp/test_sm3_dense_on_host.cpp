@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The dense CUDA kernels of SM3 on the host: they have the bits of the CPU's.
+#include <cuda_on_host.h>
 #include <sm3_on_host.h>
 
 #include <limits>
@@ -243,14 +244,18 @@ TEST(SM3CudaDense, PartsOfAFlatTensorHaveTheBitsOfTheCpu) {
   struct Part {
     int64_t start, count;
   };
-  for (const Part part : {Part{0, 600}, {130, 1}, {130, 4000}, {3999, 2001}}) {
+  for (const Part part :
+       {Part{0, 600}, {130, 0}, {130, 1}, {130, 4000}, {3999, 2001}}) {
     for (const std::vector<int64_t>& cover :
          {std::vector<int64_t>{2, 20, 300, 2, 1, 2},
           std::vector<int64_t>{2, 20, 300, 1, 3},
           std::vector<int64_t>{3, 20, 30, 10, 2, 3, 6}}) {
-      for (const char* variant : {"II", "I"}) {
-        SCOPED_TRACE(c10::str(part.start, " ", at::IntArrayRef(cover)));
+      for (const char* variant : {"II", "I", "given"}) {
+        SCOPED_TRACE(
+            c10::str(part.start, " ", at::IntArrayRef(cover), " ", variant));
         const Choice choice = choose([&](auto& o) {
+          o.beta2 = 0.9;
+          o.compat = part.start == 0 ? "enealor" : "";
           o.covers = cover;
           o.global_index = {0, part.start, 1};
           o.variant = variant;

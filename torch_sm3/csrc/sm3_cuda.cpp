@@ -56,7 +56,7 @@ void dense_step(
     if (!is_of<C>(param)) {
       continue;
     }
-    if (param.numel() > 0) {
+    if (param.numel() > 0 || item.part) {
       pack.add(sm3_geometry(a, item), clock_of(a, item));
     } else if (int64_t* const step = device_step(a, item)) {
       pack.add_empty(step);

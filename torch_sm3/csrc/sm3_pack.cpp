@@ -199,7 +199,8 @@ void SM3Pack<C>::add(const SM3Geometry& g, const SM3Clock& clock) {
   const bool whole = g.end - g.begin == g.numel;
   const bool by_rows =
       rows.kind == SM3Rows::Kind::kRows && (whole || t.scales == nullptr);
-  const bool diagonal = rows.kind == SM3Rows::Kind::kDiagonal;
+  // Of a part, the numbers of elements that are elsewhere move as well.
+  const bool diagonal = rows.kind == SM3Rows::Kind::kDiagonal && whole;
   t.form = by_rows    ? SM3Form::kRows
            : diagonal ? SM3Form::kDiagonal
                       : SM3Form::kGeneral;
@@ -219,7 +220,9 @@ void SM3Pack<C>::add(const SM3Geometry& g, const SM3Clock& clock) {
     add_group(t, group, kept, in_row, apart, false);
   }
   t.vector = is_vector(t);
-  add_tiles(t, list_of(t));
+  if (g.begin < g.end) {
+    add_tiles(t, list_of(t));
+  }
   add_keep_tiles(t);
   tensors_.push_back(t);
 }

@@ -76,7 +76,7 @@ TORCH_SM3_DEVICE void sm3_for_sparse(
   if (table.state->skips || i >= rows.count * rows.chunk) {
     return;
   }
-  SM3SparseElement<C> element;
+  SM3SparseElement<C> element{};
   element.i = i;
   element.position = sm3_sparse_position(rows, table.numbers, i);
   sm3_gather(
