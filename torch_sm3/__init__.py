@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train, in stock PyTorch, models that do not fit."""
 
+import importlib as _importlib
 import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from torch_sm3._build_info import PACKAGE
 
@@ -16,8 +18,17 @@ except ImportError as _error:
     _sys.exit(info.main(error=_error))
 
 from torch_sm3 import pipeline, reversible
-from torch_sm3.distributed import AdasumState, adasum_all_reduce, adasum_hook
-from torch_sm3.optim import SM3, Cover, WarmupConstantLR, import_state_dict, sm3
+from torch_sm3.optim import (
+    SM3,
+    Cover,
+    SM3InBackward,
+    WarmupConstantLR,
+    import_state_dict,
+    sm3,
+)
+
+if _TYPE_CHECKING:
+    from torch_sm3.distributed import AdasumState, adasum_all_reduce, adasum_hook
 
 __version__: str = BUILD_INFO["version"]
 
@@ -28,6 +39,7 @@ __all__ = [
     "SM3",
     "AdasumState",
     "Cover",
+    "SM3InBackward",
     "WarmupConstantLR",
     "__version__",
     "adasum_all_reduce",
@@ -38,3 +50,12 @@ __all__ = [
     "reversible",
     "sm3",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # Imported at first use: torch.distributed.optim, where SM3 is registered, takes
+    # half a second.
+    if name not in ("distributed", "AdasumState", "adasum_all_reduce", "adasum_hook"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _importlib.import_module("torch_sm3.distributed")
+    return module if name == "distributed" else getattr(module, name)

@@ -19,6 +19,10 @@ import torch
 import torch.distributed as dist
 
 from torch_sm3 import _ops
+from torch_sm3.optim import _functional_optim
+
+_functional_optim.register()
+FunctionalSM3 = _functional_optim.FunctionalSM3
 
 __all__ = ["AdasumState", "adasum_all_reduce", "adasum_hook"]
 

@@ -34,6 +34,8 @@ KERNEL = re.compile(r"_kernel\w*\.(h|cuh|cpp)$|\.(cu|cuh)$")
 
 # Python: the faces see the operators and each their own modules, and no other face.
 FACES = ("optim", "distributed", "reversible", "pipeline")
+# Registers SM3 with torch.distributed.optim.
+SEES = {"distributed": "optim"}
 # These may see every face.
 ROOFS = ("__init__", "__main__", "trainer", "megatron", "info", "estimate")
 SHOWY = ("matplotlib", "tqdm", "rich", "tensorboard", "torch.utils.tensorboard")
@@ -141,7 +143,7 @@ def _check_module(shown: str, module: str, name: str) -> str | None:
         return f"{shown}: _ops sees only _library ({name})"
     if leaf in FACES and target in ROOFS:
         return f"{shown}: a face must not see {target} ({name})"
-    if leaf in FACES and _face(name) not in (None, leaf):
+    if leaf in FACES and _face(name) not in (None, leaf, SEES.get(leaf)):
         return f"{shown}: {leaf} must not see {_face(name)} ({name})"
     return None
 

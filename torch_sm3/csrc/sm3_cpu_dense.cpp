@@ -99,17 +99,16 @@ void update_diagonal(
   C* const kept = numbers<C>(g.groups[0]);
   const int64_t unit = g.aligned;
   const int64_t grain = std::max<int64_t>(1, kSM3Grain / unit);
-  const int64_t last = (g.end + unit - 1) / unit;
-  at::parallel_for(
-      g.begin / unit, last, grain, [&](int64_t first, int64_t past) {
-        const int64_t begin = std::max(g.begin, first * unit);
-        const int64_t end = std::min(g.end, past * unit);
-        if (h.keep_larger) {
-          update_larger(g, h, k, begin, end);
-        } else {
-          kernels.update(diagonal_row(g, begin, end, kept + begin), k);
-        }
-      });
+  const int64_t units = (g.end - g.begin + unit - 1) / unit;
+  at::parallel_for(0, units, grain, [&](int64_t first, int64_t past) {
+    const int64_t begin = g.begin + first * unit;
+    const int64_t end = std::min(g.end, g.begin + past * unit);
+    if (h.keep_larger) {
+      update_larger(g, h, k, begin, end);
+    } else {
+      kernels.update(diagonal_row(g, begin, end, kept + begin), k);
+    }
+  });
   if (!k.given && !h.keep_larger) {
     forget_others(g, h, k, kept);
   }

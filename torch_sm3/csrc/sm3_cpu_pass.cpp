@@ -99,8 +99,11 @@ class Pass {
     if (by_rows && direct_ < 0) {
       total_.columns.assign(rows_.length, C(0));
     }
-    const int64_t first = g_.begin / unit;
-    const int64_t last = (g_.end + unit - 1) / unit;
+    // Rows are those of the view; aligned elements count from where the part
+    // begins.
+    const int64_t origin = by_rows ? 0 : g_.begin;
+    const int64_t first = (g_.begin - origin) / unit;
+    const int64_t last = (g_.end - origin + unit - 1) / unit;
     const int64_t grain = std::max<int64_t>(1, kSM3Grain / unit);
     at::parallel_for(first, last, grain, [&](int64_t begin, int64_t end) {
       const bool alone = begin == first && end == last;
@@ -108,7 +111,8 @@ class Pass {
       if (by_rows) {
         walk_rows(begin, end, mine);
       } else {
-        walk_elements(begin * unit, std::min(end * unit, g_.end), mine);
+        walk_elements(
+            origin + begin * unit, std::min(origin + end * unit, g_.end), mine);
       }
       merge(mine);
     });

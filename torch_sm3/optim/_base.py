@@ -78,7 +78,7 @@ class SM3Base(Optimizer):
             for param in group["params"]:
                 check_param(param, group)
                 if not is_lazy(param):
-                    self._cover(param, group)
+                    self._layout(param, group)
         except Exception:
             del self.param_groups[-1]
             raise
@@ -108,6 +108,13 @@ class SM3Base(Optimizer):
         """Return the part of a parameter or state tensor on this process."""
         return tensor
 
+    def _is_sharded(self, param: Tensor) -> bool:
+        """Tell whether other processes hold parts of a parameter."""
+        return param in self._hints
+
+    def _settle(self) -> None:
+        """Wait for what the last step has sent to other processes."""
+
     def _global_shape(self, param: Tensor) -> tuple[int, ...]:
         """Return the shape that a parameter's cover is chosen from."""
         hint = self._hints.get(param) if self._hints else None
@@ -118,12 +125,27 @@ class SM3Base(Optimizer):
         return resolve(group["cover"], self._global_shape(param), group["compat"])
 
     def _layout(self, param: Tensor, group: Mapping[str, Any]) -> _state.Layout:
-        """Return shapes and dtypes of a parameter's state."""
+        """Return shapes, of the whole tensors, and dtypes of a parameter's state."""
         shape, cover = self._global_shape(param), self._cover(param, group)
-        return _state.layout(self._local(param), shape, cover, group)
+        return _state.layout(param, shape, cover, group)
+
+    def _local_shape(
+        self,
+        param: Tensor,
+        group: Mapping[str, Any],
+        key: str,
+        shape: tuple[int, ...],
+    ) -> tuple[int, ...]:
+        """Return the sizes of the part of a state tensor on this process."""
+        return shape
 
     def _new_tensor(
-        self, param: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype
+        self,
+        param: Tensor,
+        group: Mapping[str, Any],
+        key: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
     ) -> Tensor:
         """Return one zero state tensor of a parameter."""
         return _state.zeros(param, key, shape, dtype)
@@ -143,7 +165,7 @@ class SM3Base(Optimizer):
                 continue
             if key == "momentum_scale" and state["momentum_buffer"].dtype != torch.int8:
                 continue
-            state[key] = self._new_tensor(param, key, shape, dtype)
+            state[key] = self._new_tensor(param, group, key, shape, dtype)
         _state.follow(param, state, self._step_device(param, group))
         return state
 
@@ -190,7 +212,7 @@ class SM3Base(Optimizer):
         if "flattened" in self._warned:
             return
         for _, param in self._params():
-            if param not in self._hints and is_flattened(param):
+            if not self._is_sharded(param) and is_flattened(param):
                 self._warned.add("flattened")
                 warnings.warn(
                     f"SM3: a 1-D parameter of {param.numel()} elements takes as many "
@@ -217,7 +239,8 @@ class SM3Base(Optimizer):
             param: a 1-D parameter of this optimizer.
             shape: of the tensor that was flattened, row by row.
             offset: position of the parameter's first element in it.
-            process_group: the processes that hold the other ranges.
+            process_group: the processes that hold the other ranges; None is the default
+                group, or nobody where torch.distributed is not initialized.
 
         Raises:
             ValueError: if the parameter is not 1-D or not in this optimizer, or the
@@ -275,7 +298,8 @@ class SM3Base(Optimizer):
                         sizes[kind] += local.numel() * local.element_size()
             elif param.requires_grad:
                 for key, (shape, dtype) in self._layout(param, group).items():
-                    sizes[_kind(key) or key] += math.prod(shape) * dtype.itemsize
+                    mine = self._local_shape(param, group, key, shape)
+                    sizes[_kind(key) or key] += math.prod(mine) * dtype.itemsize
         return sizes if detail else sum(sizes.values())
 
 

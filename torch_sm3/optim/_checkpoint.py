@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from torch_sm3.optim import _state
@@ -16,6 +18,7 @@ class CheckpointedSM3(SM3Base):
     """Adds ``state_dict``, ``load_state_dict``, pickling and copying."""
 
     def __getstate__(self) -> dict[str, Any]:
+        self._settle()
         return {
             **super().__getstate__(),
             "_skip_nonfinite": self._skip_nonfinite,
@@ -49,6 +52,9 @@ class CheckpointedSM3(SM3Base):
     def state_dict(self) -> dict[str, Any]:
         """Return state and options as plain data, readable with ``weights_only``.
 
+        State of a DTensor parameter is DTensors, reduced over all processes, which
+        ``optimizer.state`` is not before this call or the next step.
+
         Example:
             >>> weight = torch.nn.Parameter(torch.zeros(8, 4, 3, 3))
             >>> cover = torch_sm3.Cover.merge((0,), (1, 2, 3))
@@ -56,6 +62,7 @@ class CheckpointedSM3(SM3Base):
             >>> optimizer.state_dict()["param_groups"][0]["cover"]
             ('merge', ((0,), (1, 2, 3)))
         """
+        self._settle()
         self._prune()
         for group in self.param_groups:
             make_plain(group)
@@ -89,6 +96,7 @@ class CheckpointedSM3(SM3Base):
             self._loading = full
             return {**full, "state": {}}
 
+        self._settle()
         handle = self.register_load_state_dict_pre_hook(take)
         try:
             super().load_state_dict(state_dict)
@@ -111,7 +119,7 @@ class CheckpointedSM3(SM3Base):
             for key, state in saved.items():
                 if key in by_key:
                     group, param = by_key[key]
-                    _state.check_shapes(key, self._layout(param, group), state)
+                    self._check_saved(key, param, group, state)
         except ValueError:
             self.param_groups, self.state = before
             raise
@@ -124,4 +132,17 @@ class CheckpointedSM3(SM3Base):
             # A copy of the dict, as the user may hold it by an earlier state_dict().
             old = dict(present.pop(param, {}))
             step_on = self._step_device(param, group)
-            self.state[param] = _state.load(param, state, old, step_on)
+            place = partial(self._placed, param, group)
+            self.state[param] = _state.load(state, old, step_on, place)
+
+    def _check_saved(
+        self, key: object, param: Tensor, group: dict[str, Any], saved: dict[str, Any]
+    ) -> None:
+        """Check that a saved state fits a parameter."""
+        _state.check_shapes(key, self._layout(param, group), saved)
+
+    def _placed(
+        self, param: Tensor, group: dict[str, Any], key: str, value: Tensor
+    ) -> Tensor:
+        """Return a copy of a saved state tensor where the parameter is."""
+        return value.to(param.device, copy=True)

@@ -106,7 +106,7 @@ class GatheringSM3(CheckpointedSM3):
                 )
 
     def _make_plan(self) -> Plan:
-        lanes: dict[tuple[int, torch.device, str, bool], Lane] = {}
+        lanes: dict[tuple[int, torch.device, str, bool, bool], Lane] = {}
         waiting, ordinal = [], 0
         for number, group in enumerate(self.param_groups):
             ordinals = {id(p): ordinal + i for i, p in enumerate(group["params"])}
@@ -116,11 +116,12 @@ class GatheringSM3(CheckpointedSM3):
                 if not state:
                     waiting.append(param)
                     continue
-                plain = type(param) in _PLAIN
+                sharded = self._is_sharded(param)
+                plain = type(param) in _PLAIN and not sharded
                 local = self._local(param)
                 path = path_of(group, local)
                 lane = lanes.setdefault(
-                    (number, local.device, path, plain),
+                    (number, local.device, path, plain, sharded),
                     Lane(group, local.device, path, entries=[] if plain else None),
                 )
                 lane.owners.append(param)
@@ -180,6 +181,17 @@ class GatheringSM3(CheckpointedSM3):
                     )
                 ]
         return self._pick(lane, grads)
+
+    def _works_of(
+        self, param: Tensor, group: dict[str, Any], ordinal: int, grad: Tensor
+    ) -> list[Work]:
+        """Return the calls that step one parameter with a gradient."""
+        self._complete(param, group)
+        part = self._local(param)
+        path = path_of(group, part)
+        lane = Lane(group, part.device, path, [param], [ordinal])
+        _check_lane(lane)
+        return self._pick(lane, [grad])
 
     def _whole(self, lane: Lane) -> Lists | None:
         """Return lists of all parameters of a lane, None while momentum is missing."""

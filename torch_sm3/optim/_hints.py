@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -21,12 +22,28 @@ class ShapeHint:
     Args:
         shape: of the tensor that was flattened.
         offset: of the parameter's first element in it.
-        process_group: the processes that hold the other ranges, or None.
+        process_group: the processes that hold the other ranges; None is the default
+            group, or nobody where torch.distributed is not initialized.
     """
 
     shape: tuple[int, ...]
     offset: int
     process_group: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A process group has no copy; its name finds it again.
+        name = getattr(self.process_group, "group_name", None)
+        return _restored, (self.shape, self.offset, name)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> ShapeHint:
+        return self
+
+
+def _restored(shape: tuple[int, ...], offset: int, name: str | None) -> ShapeHint:
+    if name is None:
+        return ShapeHint(shape, offset, None)
+    known: Any = dist.distributed_c10d
+    return ShapeHint(shape, offset, known._resolve_process_group(name))
 
 
 def _error(expected: str, value: object, name: str) -> ValueError:
@@ -57,6 +74,11 @@ def check_hint(hint: ShapeHint, param: Tensor, *, known: bool, has_state: bool) 
         )
     if param.dim() != 1:
         raise _error("a 1-D parameter", f"{param.dim()}-D", "param")
+    if hint.process_group is not None and not hasattr(hint.process_group, "rank"):
+        # What torch.distributed.new_group gives to ranks outside.
+        raise _error(
+            "a process group with this rank", hint.process_group, "process_group"
+        )
     end, numel = hint.offset + param.numel(), math.prod(hint.shape)
     if hint.offset < 0 or end > numel:
         raise _error(

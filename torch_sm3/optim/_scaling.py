@@ -35,15 +35,21 @@ def nonfinite(works: Sequence[Work]) -> Tensor | None:
         grads.setdefault(work.device, []).extend(values)
     total: Tensor | None = None
     for device, mine in grads.items():
-        found = torch.zeros((), dtype=torch.float32, device=device)
-        fusable = [grad for grad in mine if is_fusable(grad)]
-        if fusable:
-            _ops.sm3_nonfinite_(fusable, found)
-        for grad in mine:
-            if not is_fusable(grad):
-                found = torch.maximum(found, (~grad.isfinite()).any().to(found.dtype))
+        found = nonfinite_in(mine, device)
         total = found if total is None else total + found.to(total.device)
     return total
+
+
+def nonfinite_in(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return a flag that is not 0 if any gradient of a device holds NaN or infinity."""
+    found = torch.zeros((), dtype=torch.float32, device=device)
+    fusable = [grad for grad in grads if is_fusable(grad)]
+    if fusable:
+        _ops.sm3_nonfinite_(fusable, found)
+    for grad in grads:
+        if not is_fusable(grad):
+            found = torch.maximum(found, (~grad.isfinite()).any().to(found.dtype))
+    return found
 
 
 def _learning_rate(

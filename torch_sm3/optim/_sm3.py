@@ -13,10 +13,11 @@ from torch.optim.optimizer import ParamsT
 from torch_sm3.optim._batch import Options
 from torch_sm3.optim._cover import Cover
 from torch_sm3.optim._fused import Entry, fused_sm3, fused_sparse_sm3, lists
-from torch_sm3.optim._gather import GatheringSM3, batch_of
+from torch_sm3.optim._gather import batch_of
 from torch_sm3.optim._multi import multi_tensor_sm3 as _multi_tensor_sm3
 from torch_sm3.optim._plan import Work
 from torch_sm3.optim._scaling import nonfinite, step_options
+from torch_sm3.optim._sharded import ShardedSM3
 from torch_sm3.optim._single import single_tensor_sm3 as _single_tensor_sm3
 from torch_sm3.optim._sparse import sparse_sm3 as _sparse_sm3
 from torch_sm3.optim._state import steps_follow
@@ -24,7 +25,7 @@ from torch_sm3.optim._state import steps_follow
 __all__ = ["SM3"]
 
 
-class SM3(GatheringSM3):
+class SM3(ShardedSM3):
     r"""Implements SM3, Adagrad with one accumulator per row and per column.
 
     A matrix of :math:`m \times n` elements keeps :math:`m + n` numbers instead of
@@ -189,26 +190,18 @@ class SM3(GatheringSM3):
     def _do_step(self) -> None:
         plan = self._current_plan()
         # Everything is checked before anything is written.
-        works = [work for lane in plan.lanes for work in self._gather(lane)]
+        self._run([work for lane in plan.lanes for work in self._gather(lane)])
+
+    def _run(self, works: list[Work]) -> None:
+        """Do all calls of a step, or none of them."""
         self._watch_stale(works)
         skip, found = self._decide(works)
-        self._before_update(works, skip)
-        if not skip:
-            scale = getattr(self, "grad_scale", None)
-            for work in works:
-                with torch.set_grad_enabled(work.group["differentiable"]):
-                    self._update(work, self._options(work, scale, found))
-        self._after_update(works, skip)
-
-    def _before_update(self, works: list[Work], skip: bool) -> None:
-        """Run before the first update of a step; for collectives of a subclass."""
-
-    def _after_update(self, works: list[Work], skip: bool) -> None:
-        """Run after the last update of a step, also of a skipped one."""
-
-    def _reduce_found(self, found: Tensor | None) -> Tensor | None:
-        """Return the flag of skipped steps after all processes have agreed on it."""
-        return found
+        scale = getattr(self, "grad_scale", None)
+        calls = [] if skip else [(w, self._options(w, scale, found)) for w in works]
+        for work, options in self._before_update(calls):
+            with torch.set_grad_enabled(work.group["differentiable"]):
+                run(work, options)
+        self._after_update()
 
     def _decide(self, works: list[Work]) -> tuple[bool, Tensor | None]:
         """Return whether the step is skipped, or a tensor that will tell the device."""
@@ -217,7 +210,7 @@ class SM3(GatheringSM3):
             bad = nonfinite(works)
             if bad is not None:
                 found = bad if found is None else bad + found.to(bad.device)
-        found = self._reduce_found(found)
+        found = self._agreed(found)
         if found is None:
             return False, None
         found = found.detach().reshape(())
@@ -232,10 +225,6 @@ class SM3(GatheringSM3):
     ) -> Options:
         """Return the options of one call, on its device."""
         return step_options(work.group, work.device, scale, found)
-
-    def _update(self, work: Work, options: Options) -> None:
-        """Do one call of one implementation."""
-        run(work, options)
 
 
 def run(work: Work, options: Options) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,8 +43,8 @@ def layout(
     """Return what the state of a parameter holds under its group's options.
 
     Args:
-        param: the parameter, or the part of it on this process.
-        shape: the whole parameter's shape.
+        param: the parameter.
+        shape: the shape that its cover is chosen from.
         cover: its cover.
         group: options.
     """
@@ -169,19 +169,19 @@ def is_foreign(state_dict: Mapping[str, Any]) -> bool:
 
 
 def load(
-    param: Tensor,
     saved: Mapping[str, Any],
     present: dict[str, Any],
     step_on: torch.device,
+    place: Callable[[str, Tensor], Tensor],
 ) -> dict[str, Any]:
     """Copy a saved state to a parameter's device, with every dtype kept.
 
     Args:
-        param: the parameter.
         saved: is not modified.
         present: the state before, emptied: a tensor of it is freed before its
             successor is made.
         step_on: where ``step`` lives.
+        place: copies a tensor, given its key, to where the parameter is.
 
     Returns:
         The new state.
@@ -192,7 +192,7 @@ def load(
         if key == "step":
             loaded[key] = as_step(value, step_on).clone()
         elif isinstance(value, Tensor):
-            loaded[key] = value.detach().to(param.device, copy=True)
+            loaded[key] = place(key, value.detach())
         else:
             loaded[key] = value
     return loaded

@@ -1,0 +1,3 @@
+from helpers.sm3_ranks import Check
+
+CHECKS: dict[int, list[Check]] = {2: [], 3: [], 4: []}
