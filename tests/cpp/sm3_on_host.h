@@ -218,17 +218,19 @@ inline SM3DeviceOptions device_options(const SM3Arguments& a) {
 class Memory {
  public:
   template <class Pack>
-  explicit Memory(const Pack& pack) : words_(pack.bytes() / 8 + 2) {
+  explicit Memory(const Pack& pack) : units_(pack.bytes() / sizeof(Unit) + 1) {
     pack.write(data());
   }
   char* data() {
-    // Arrays of the tables begin at multiples of 16 bytes.
-    const auto address = reinterpret_cast<uintptr_t>(words_.data());
-    return reinterpret_cast<char*>((address + 15) / 16 * 16);
+    return units_.data()->bytes;
   }
 
  private:
-  std::vector<int64_t> words_;
+  // As aligned as the arrays of the tables.
+  struct alignas(16) Unit {
+    char bytes[16];
+  };
+  std::vector<Unit> units_;
 };
 
 inline SM3Clock

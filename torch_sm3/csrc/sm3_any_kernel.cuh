@@ -132,8 +132,8 @@ TORCH_SM3_DEVICE void sm3_walk_tile(
   part.lane = lane;
   C top[kSM3PerLane] = {};
   C largest = 0;
-  for (int n = 0; warp + n * kSM3Warps < span.rows; ++n) {
-    part = sm3_row_part(t, span, span.first_row + warp + n * kSM3Warps, lane);
+  for (int n = 0, r = warp; r < span.rows; ++n, r += kSM3Warps) {
+    part = sm3_row_part(t, span, span.first_row + r, lane);
     // Neighbours go to neighbouring lanes: elements are loaded one by one.
     part.vector = false;
     C numbers[kSM3PerLane] = {};

@@ -22,7 +22,7 @@ void sm3_begin(
     int64_t scratch,
     const Launch& launch) {
   constexpr int64_t kMost = 1024; // blocks: each thread may do more than one
-  constexpr int64_t kPerBlock = 4 * kSM3Threads;
+  constexpr int64_t kPerBlock = int64_t{4} * kSM3Threads;
   const int64_t work = sm3_largest(tensors, scratch);
   const int64_t blocks = (work + kPerBlock - 1) / kPerBlock;
   launch(

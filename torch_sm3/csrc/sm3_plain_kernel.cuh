@@ -126,8 +126,8 @@ TORCH_SM3_DEVICE void sm3_plain_tile(
   part.vector = t.vector;
   C top[kSM3PerLane] = {};
   C largest = 0;
-  for (int n = 0; warp + n * kSM3Warps < span.rows; ++n) {
-    part = sm3_row_part(t, span, span.first_row + warp + n * kSM3Warps, lane);
+  for (int n = 0, r = warp; r < span.rows; ++n, r += kSM3Warps) {
+    part = sm3_row_part(t, span, span.first_row + r, lane);
     alignas(16) C numbers[kSM3PerLane] = {};
     if (diagonal) {
       sm3_load<C>(kept + part.start + part.column, 1, part, numbers);
