@@ -310,6 +310,26 @@ TEST(SM3CudaDense, FoundInfOnTheDeviceSkipsAndCounts) {
   }
 }
 
+TEST(SM3CudaDense, LearningRatesOnTheDeviceHaveTheBitsOfTheCpu) {
+  for (const auto type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+    Choice choice = choose([](auto& o) { o.weight_decay = 0.01; });
+    choice.lr = at::scalar_tensor(0.3, type);
+    compare(
+        {{.shape = {9, 40}}, {.shape = {9, 4}, .dtype = at::kDouble}}, choice);
+  }
+}
+
+TEST(SM3CudaDense, StepsOfTheHostHaveTheBitsOfTheCpu) {
+  Choice choice = choose([](auto& o) {
+    o.stochastic_rounding = true;
+    o.seed = 3;
+  });
+  choice.host_steps = true;
+  compare(many_shapes(at::kBFloat16), choice);
+  const Problem empty = make({{.shape = {0}}}, choice);
+  EXPECT_EQ(run_on_host(empty, choice), 0); // nothing to launch
+}
+
 TEST(SM3CudaDense, StepsFollowEachOther) {
   const Choice choice = choose([](auto& o) {
     o.momentum = 0.9;

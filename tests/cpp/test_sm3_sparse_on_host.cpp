@@ -106,6 +106,9 @@ void compare_sparse(
     const Spec& spec,
     int64_t sparse_dims,
     const Choice& choice) {
+  if (is_left_out()) {
+    return;
+  }
   const Problem cpu = make({spec}, choice);
   const Problem cuda = cpu.clone();
   const Rows rows =
@@ -292,6 +295,9 @@ TEST(SM3CudaNonfinite, EveryPlaceOfEveryTypeIsFound) {
          {std::numeric_limits<double>::infinity(),
           -std::numeric_limits<double>::infinity(),
           std::numeric_limits<double>::quiet_NaN()}) {
+      if (is_left_out()) {
+        continue;
+      }
       const at::Tensor vector = at::full({9000}, 6e4, dtype);
       const at::Tensor storage = at::zeros({100, 100}, dtype);
       const at::Tensor strided = storage.slice(1, 3, 90, 2).t();

@@ -22,7 +22,7 @@ void sm3_begin(
     int64_t scratch,
     const Launch& launch) {
   constexpr int64_t kMost = 1024; // blocks: each thread may do more than one
-  constexpr int64_t kPerBlock = 4 * kSM3Threads;
+  constexpr int64_t kPerBlock = int64_t{4} * kSM3Threads;
   const int64_t work = sm3_largest(tensors, scratch);
   const int64_t blocks = (work + kPerBlock - 1) / kPerBlock;
   launch(
@@ -36,7 +36,7 @@ void sm3_begin(
 
 /// The lists of tiles in which a parameter's type is the kernel's; those of
 /// float64 are empty.
-template <class Launch>
+template <bool kMomentum, class Launch>
 void sm3_plain_lists(
     const SM3DenseLaunch<float>& l,
     bool final,
@@ -48,9 +48,9 @@ void sm3_plain_lists(
     }
     first += l.tiles[number];
   };
-  list(0, &sm3_plain_kernel<float>);
-  list(1, &sm3_plain_kernel<Half>);
-  list(2, &sm3_plain_kernel<BFloat16>);
+  list(0, &sm3_plain_kernel<float, kMomentum>);
+  list(1, &sm3_plain_kernel<Half, kMomentum>);
+  list(2, &sm3_plain_kernel<BFloat16, kMomentum>);
 }
 
 /// At most seven launches.
@@ -72,7 +72,11 @@ void sm3_dense_step(const SM3DenseLaunch<C>& l, const Launch& launch) {
     launch(l.keep_tiles, &sm3_keep_kernel<C>, l.table, keeping);
   }
   if constexpr (std::is_same_v<C, float>) {
-    sm3_plain_lists(l, accumulates, launch);
+    if (h.momentum > 0) {
+      sm3_plain_lists<true>(l, accumulates, launch);
+    } else {
+      sm3_plain_lists<false>(l, accumulates, launch);
+    }
   }
   if (any > 0) {
     const SM3Moving moving{accumulates, accumulates, h.keep_larger};

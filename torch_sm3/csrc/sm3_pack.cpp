@@ -1,39 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <sm3_pack.h>
+#include <sm3_tables.h>
 
 #include <c10/util/irange.h>
 
 #include <algorithm>
-#include <cstring>
-#include <limits>
 #include <type_traits>
 
 namespace torch_sm3 {
 namespace {
-
-// Where the arrays of the tables begin: vectors of 16 bytes are read from them.
-constexpr int64_t kAlign = 16;
-
-int64_t align(int64_t bytes) {
-  return (bytes + kAlign - 1) / kAlign * kAlign;
-}
-
-int64_t ceiling(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
-template <class T>
-int64_t bytes_of(const std::vector<T>& array) {
-  return align(static_cast<int64_t>(array.size() * sizeof(T)));
-}
-
-template <class T>
-char* put(const std::vector<T>& array, char* to) {
-  if (!array.empty()) {
-    std::memcpy(to, array.data(), array.size() * sizeof(T));
-  }
-  return to + bytes_of(array);
-}
 
 bool differs(const SM3Geometry& g, const SM3Group& group, size_t axis) {
   return group.strides[axis] != 0 && g.view[axis] != 1;
@@ -63,29 +38,6 @@ int64_t rows_of_columns(const SM3Geometry& g, size_t outer) {
   return rows;
 }
 
-// The dimensions of a tensor, and its numbers if there are several.
-SM3DeviceStrided
-describe_strided(const SM3Strided& tensor, std::vector<int64_t>& numbers) {
-  SM3DeviceStrided t{};
-  t.data = tensor.data;
-  t.kind = tensor.kind;
-  t.dims = static_cast<int16_t>(tensor.dims);
-  t.shape = static_cast<int32_t>(numbers.size());
-  if (tensor.dims > 0) {
-    t.stride = tensor.strides[tensor.dims - 1];
-  }
-  if (tensor.dims > 1) {
-    numbers.insert(numbers.end(), tensor.sizes, tensor.sizes + tensor.dims);
-    numbers.insert(numbers.end(), tensor.strides, tensor.strides + tensor.dims);
-  }
-  return t;
-}
-
-SM3Tile make_tile(size_t tensor, int64_t number) {
-  TORCH_INTERNAL_ASSERT(number <= std::numeric_limits<uint32_t>::max());
-  return {static_cast<int32_t>(tensor), static_cast<uint32_t>(number)};
-}
-
 } // namespace
 
 template <class C>
@@ -98,7 +50,7 @@ int32_t SM3Pack<C>::add_numbers(c10::IntArrayRef numbers) {
 
 template <class C>
 SM3DeviceStrided SM3Pack<C>::strided(const SM3Strided& tensor, int64_t length) {
-  SM3DeviceStrided t = describe_strided(tensor, numbers_);
+  SM3DeviceStrided t = sm3_describe(tensor, numbers_);
   t.by_row = tensor.dims <= 1 || tensor.sizes[tensor.dims - 1] % length == 0;
   return t;
 }
@@ -171,7 +123,7 @@ void SM3Pack<C>::cut_elements(const SM3Geometry& g, SM3DeviceTensor<C>& t) {
   }
   t.origin = t.begin;
   t.unit = t.length;
-  t.period = ceiling(t.end - t.begin, t.length);
+  t.period = sm3_ceiling(t.end - t.begin, t.length);
   t.tile_rows = kSM3Warps;
 }
 
@@ -210,8 +162,9 @@ void SM3Pack<C>::add(const SM3Geometry& g, const SM3Clock& clock) {
   } else {
     cut_elements(g, t);
   }
-  const int64_t per_unit = ceiling(t.unit, kSM3Span);
-  t.spans = t.length / t.unit * per_unit + ceiling(t.length % t.unit, kSM3Span);
+  const int64_t per_unit = sm3_ceiling(t.unit, kSM3Span);
+  t.spans =
+      t.length / t.unit * per_unit + sm3_ceiling(t.length % t.unit, kSM3Span);
   fill_tensors(g.tensors, t);
   for (const SM3Group& group : g.groups) {
     C* const kept = group.accumulator.template mutable_data_ptr<C>();
@@ -239,7 +192,7 @@ void SM3Pack<C>::add_maxima(const SM3Geometry& g, const std::vector<C*>& out) {
   } else {
     cut_elements(g, t);
   }
-  t.spans = ceiling(t.length, kSM3Span);
+  t.spans = sm3_ceiling(t.length, kSM3Span);
   t.grad = strided(g.tensors.grad, t.length);
   for (const auto i : c10::irange(g.groups.size())) {
     const bool in_row = by_rows && differs_in_row(g, g.groups[i], rows.outer);
@@ -307,7 +260,8 @@ bool SM3Pack<C>::is_aligned(const SM3DeviceStrided& t) const {
   if (t.data == nullptr) {
     return true;
   }
-  const int64_t bytes = std::min<int64_t>(kAlign, kSM3Pack * size_of(t.kind));
+  const int64_t bytes =
+      std::min<int64_t>(kSM3Align, kSM3Pack * size_of(t.kind));
   bool aligned =
       t.stride == 1 && reinterpret_cast<uintptr_t>(t.data) % bytes == 0;
   for (int d = 0; d + 1 < t.dims; ++d) {
@@ -324,7 +278,7 @@ bool SM3Pack<C>::is_vector(const SM3DeviceTensor<C>& t) const {
                  (t.end - t.origin) % kSM3Pack == 0;
   if (t.form == SM3Form::kDiagonal) {
     const C* const kept = groups_[t.groups].kept + t.origin;
-    aligned = aligned && reinterpret_cast<uintptr_t>(kept) % kAlign == 0;
+    aligned = aligned && reinterpret_cast<uintptr_t>(kept) % kSM3Align == 0;
   }
   return aligned;
 }
@@ -333,7 +287,7 @@ bool SM3Pack<C>::is_vector(const SM3DeviceTensor<C>& t) const {
 
 template <class C>
 void SM3Pack<C>::add_tiles(const SM3DeviceTensor<C>& t, size_t list) {
-  const int64_t per_period = ceiling(t.period, t.tile_rows);
+  const int64_t per_period = sm3_ceiling(t.period, t.tile_rows);
   const auto tile_of = [&](int64_t row) {
     return row / t.period * per_period + row % t.period / t.tile_rows;
   };
@@ -341,15 +295,15 @@ void SM3Pack<C>::add_tiles(const SM3DeviceTensor<C>& t, size_t list) {
   const int64_t last = (t.end - t.origin - 1) / t.length;
   for (int64_t tile = tile_of(first); tile <= tile_of(last); ++tile) {
     for (int64_t span = 0; span < t.spans; ++span) {
-      tiles_[list].push_back(make_tile(tensors_.size(), tile * t.spans + span));
+      tiles_[list].push_back(sm3_tile(tensors_.size(), tile * t.spans + span));
     }
   }
 }
 
 template <class C>
 void SM3Pack<C>::add_keep_tiles(const SM3DeviceTensor<C>& t) {
-  for (int64_t i = 0; i < ceiling(t.numbers, kSM3KeepTile); ++i) {
-    keep_tiles_.push_back(make_tile(tensors_.size(), i));
+  for (int64_t i = 0; i < sm3_ceiling(t.numbers, kSM3KeepTile); ++i) {
+    keep_tiles_.push_back(sm3_tile(tensors_.size(), i));
   }
 }
 
@@ -358,17 +312,18 @@ void SM3Pack<C>::add_keep_tiles(const SM3DeviceTensor<C>& t) {
 template <class C>
 typename SM3Pack<C>::Layout SM3Pack<C>::layout() const {
   Layout l{};
-  l.groups = bytes_of(tensors_);
-  l.numbers = l.groups + bytes_of(groups_);
-  l.tiles = l.numbers + bytes_of(numbers_);
+  l.groups = sm3_bytes(tensors_);
+  l.numbers = l.groups + sm3_bytes(groups_);
+  l.tiles = l.numbers + sm3_bytes(numbers_);
   int64_t tiles = 0;
   for (const auto& list : tiles_) {
     tiles += static_cast<int64_t>(list.size());
   }
-  l.keep_tiles = l.tiles + align(tiles * static_cast<int64_t>(sizeof(SM3Tile)));
-  l.state = l.keep_tiles + bytes_of(keep_tiles_);
-  l.next = l.state + align(static_cast<int64_t>(sizeof(SM3DeviceState<C>)));
-  l.end = l.next + align(scratch_ * static_cast<int64_t>(sizeof(C)));
+  l.keep_tiles =
+      l.tiles + sm3_align(tiles * static_cast<int64_t>(sizeof(SM3Tile)));
+  l.state = l.keep_tiles + sm3_bytes(keep_tiles_);
+  l.next = l.state + sm3_align(static_cast<int64_t>(sizeof(SM3DeviceState<C>)));
+  l.end = l.next + sm3_align(scratch_ * static_cast<int64_t>(sizeof(C)));
   return l;
 }
 
@@ -376,15 +331,15 @@ template <class C>
 void SM3Pack<C>::write(char* host) const {
   static_assert(std::is_trivially_copyable_v<SM3DeviceTensor<C>>);
   const Layout l = layout();
-  put(tensors_, host);
-  put(groups_, host + l.groups);
-  put(numbers_, host + l.numbers);
+  sm3_put(tensors_, host);
+  sm3_put(groups_, host + l.groups);
+  sm3_put(numbers_, host + l.numbers);
   char* tiles = host + l.tiles;
   for (const auto& list : tiles_) {
-    put(list, tiles);
+    sm3_put(list, tiles);
     tiles += list.size() * sizeof(SM3Tile);
   }
-  put(keep_tiles_, host + l.keep_tiles);
+  sm3_put(keep_tiles_, host + l.keep_tiles);
 }
 
 template <class C>
@@ -417,42 +372,5 @@ SM3Pack<C>::dense(char* memory, const SM3DeviceOptions& options) const {
 
 template class SM3Pack<float>;
 template class SM3Pack<double>;
-
-// --- not finite -------------------------------------------------------------
-
-void SM3NonfinitePack::add(const at::Tensor& tensor) {
-  const int64_t count = tensor.numel();
-  SM3DeviceStrided t = describe_strided(sm3_strided(tensor), numbers_);
-  // Whatever the order of the elements, it is the same elements.
-  t.by_row = tensor.is_non_overlapping_and_dense();
-  for (int64_t i = 0; i < ceiling(count, kSM3NonfiniteTile); ++i) {
-    tiles_.push_back(make_tile(tensors_.size(), i));
-  }
-  tensors_.push_back(t);
-  counts_.push_back(count);
-}
-
-int64_t SM3NonfinitePack::bytes() const {
-  return bytes_of(tensors_) + bytes_of(counts_) + bytes_of(numbers_) +
-         bytes_of(tiles_);
-}
-
-void SM3NonfinitePack::write(char* host) const {
-  put(tiles_, put(numbers_, put(counts_, put(tensors_, host))));
-}
-
-SM3NonfiniteLaunch SM3NonfinitePack::launch(char* memory, float* found) const {
-  SM3NonfiniteLaunch l{};
-  l.tensors = reinterpret_cast<const SM3DeviceStrided*>(memory);
-  memory += bytes_of(tensors_);
-  l.counts = reinterpret_cast<const int64_t*>(memory);
-  memory += bytes_of(counts_);
-  l.numbers = reinterpret_cast<const int64_t*>(memory);
-  memory += bytes_of(numbers_);
-  l.tiles = reinterpret_cast<const SM3Tile*>(memory);
-  l.tile_count = static_cast<int64_t>(tiles_.size());
-  l.found = found;
-  return l;
-}
 
 } // namespace torch_sm3

@@ -5,7 +5,7 @@
 /// The CUDA kernel of SM3 for plain tensors: momentum, if any, has the type of
 /// the parameter, rows have one stride, and results are rounded to nearest.
 
-#include <sm3_kernel.cuh>
+#include <sm3_tile_kernel.cuh>
 
 #include <type_traits>
 
@@ -64,7 +64,7 @@ sm3_store(const T* in, int64_t stride, const SM3RowPart& part, T* row) {
 
 // Updates one row of a tile. `old` are the least accumulators of the lane's
 // elements; they become nu, or zero for an element that is not there.
-template <class C, class P, class G>
+template <class C, class P, class G, bool kMomentum>
 TORCH_SM3_DEVICE void sm3_plain_row(
     const SM3DeviceTensor<C>& t,
     const int64_t* numbers,
@@ -80,7 +80,7 @@ TORCH_SM3_DEVICE void sm3_plain_row(
   P* momentum = nullptr;
   sm3_load(grad, t.grad.stride, part, g);
   sm3_load<P>(param, t.param.stride, part, w);
-  if (t.momentum.data != nullptr) {
+  if constexpr (kMomentum) {
     momentum =
         static_cast<P*>(t.momentum.data) + part.base(t.momentum, numbers);
     sm3_load<P>(momentum, t.momentum.stride, part, m);
@@ -94,7 +94,7 @@ TORCH_SM3_DEVICE void sm3_plain_row(
     gradient = k.scale * gradient;
     const C nu = sm3_bound(gradient, old[i], k);
     C direction = sm3_first_decay(sm3_direction(gradient, nu, k), weight, k);
-    if (momentum != nullptr) {
+    if constexpr (kMomentum) {
       C before;
       sm3_widen(m[i], &before);
       direction = sm3_momentum(before, direction, k);
@@ -104,12 +104,12 @@ TORCH_SM3_DEVICE void sm3_plain_row(
     old[i] = part.has(i) ? nu : C(0);
   }
   sm3_store<P>(w, t.param.stride, part, param);
-  if (momentum != nullptr) {
+  if constexpr (kMomentum) {
     sm3_store<P>(m, t.momentum.stride, part, momentum);
   }
 }
 
-template <class C, class P, class G>
+template <class C, class P, class G, bool kMomentum>
 TORCH_SM3_DEVICE void sm3_plain_tile(
     const SM3Table<C>& table,
     const SM3DeviceTensor<C>& t,
@@ -126,8 +126,8 @@ TORCH_SM3_DEVICE void sm3_plain_tile(
   part.vector = t.vector;
   C top[kSM3PerLane] = {};
   C largest = 0;
-  for (int n = 0; warp + n * kSM3Warps < span.rows; ++n) {
-    part = sm3_row_part(t, span, span.first_row + warp + n * kSM3Warps, lane);
+  for (int n = 0, r = warp; r < span.rows; ++n, r += kSM3Warps) {
+    part = sm3_row_part(t, span, span.first_row + r, lane);
     alignas(16) C numbers[kSM3PerLane] = {};
     if (diagonal) {
       sm3_load<C>(kept + part.start + part.column, 1, part, numbers);
@@ -138,7 +138,7 @@ TORCH_SM3_DEVICE void sm3_plain_tile(
         numbers[i] = sm3_least(columns.smallest[part.column_of(i)], of_row);
       }
     }
-    sm3_plain_row<C, P, G>(t, table.numbers, k, part, numbers);
+    sm3_plain_row<C, P, G, kMomentum>(t, table.numbers, k, part, numbers);
     if (diagonal) {
       sm3_store<C>(numbers, 1, part, kept + part.start + part.column);
       continue;
@@ -162,8 +162,8 @@ TORCH_SM3_DEVICE void sm3_plain_tile(
 ///
 /// \param first the first tile
 /// \param final accumulators are final already, except those of full size
-template <class P>
-__global__ void __launch_bounds__(kSM3Threads, 3)
+template <class P, bool kMomentum>
+__global__ void __launch_bounds__(kSM3Threads, kMomentum ? 2 : 3)
     sm3_plain_kernel(SM3Table<float> table, int64_t first, bool final) {
   __shared__ SM3Columns<float> columns;
   if (table.state->skips) {
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kSM3Threads, 3)
   sm3_with_kind<float>(t.grad.kind, [&](auto type) {
     using G = decltype(type);
     if constexpr (sizeof(P) == 4 || sizeof(G) == 4 || std::is_same_v<P, G>) {
-      sm3_plain_tile<float, P, G>(table, t, k, span, columns);
+      sm3_plain_tile<float, P, G, kMomentum>(table, t, k, span, columns);
     }
   });
 }

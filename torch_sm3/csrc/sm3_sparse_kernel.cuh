@@ -7,6 +7,8 @@
 /// places are ever written or read, so that the cost is that of the gradient.
 
 #include <sm3_part_kernel.cuh>
+#include <sm3_step_kernel.cuh>
+#include <sm3_tile_kernel.cuh>
 
 #include <cstdio>
 

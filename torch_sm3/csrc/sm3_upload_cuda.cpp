@@ -94,7 +94,7 @@ void retain(cudaGraph_t graph, std::unique_ptr<Source> source) {
   cudaUserObject_t object{};
   C10_CUDA_CHECK(cudaUserObjectCreate(
       &object, source.get(), &retire, 1, cudaUserObjectNoDestructorSync));
-  source.release();
+  static_cast<void>(source.release());
   C10_CUDA_CHECK(
       cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove));
 }
