@@ -8,13 +8,12 @@ by raising. Modules of checks list them by the number of ranks that they want.
 from __future__ import annotations
 
 import importlib
-import traceback, time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-
 from helpers.processes import run_ranks
 
 Check = Callable[[int, str], None]
@@ -44,11 +43,9 @@ def _run_all(rank: int, world: int, folder: str) -> dict[str, str]:
     outcome: dict[str, str] = {}
     for name, check in checks_of(world).items():
         torch.manual_seed(0)
-        t = time.time()
         try:
             check(rank, folder)
             outcome[name] = ""
-            print(f"{rank} {name} {time.time() - t:.2f}", flush=True)
         except (Exception, pytest.fail.Exception):
             outcome[name] = f"rank {rank}: {traceback.format_exc()}"
     return outcome
@@ -60,3 +57,8 @@ def outcomes(ranks: int, folder: str) -> dict[str, str]:
         ranks, _run_all, folder, group_timeout=20.0, timeout=300.0
     )
     return {name: "\n".join(one[name] for one in results) for name in results[0]}
+
+
+def assert_fine(outcome: dict[str, str], name: str) -> None:
+    """Fail with what went wrong in a check."""
+    assert not outcome[name].strip(), outcome[name]
