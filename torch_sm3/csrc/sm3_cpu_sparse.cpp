@@ -51,11 +51,16 @@ class SparseUpdate {
     }
     at::parallel_for(0, count_, grain(), [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n) {
+        prefetch(n + kAhead);
         update_chunk(n);
       }
     });
-    if (h_.variant == SM3Variant::kII) {
-      keep_bounds();
+    for (const auto i : c10::irange(groups_.size())) {
+      for (int64_t n = 0; !groups_[i].alone && n < count_; ++n) {
+        if (h_.variant == SM3Variant::kII) {
+          keep_bounds(i, n);
+        }
+      }
     }
   }
 
@@ -139,30 +144,37 @@ class SparseUpdate {
     row.new_column = bounds;
     row.diagonal = true;
     kernels_.update(row, k_);
+    for (const auto i : c10::irange(groups_.size())) {
+      // No other row reads these numbers, and they are at hand now.
+      if (groups_[i].alone && h_.variant == SM3Variant::kII) {
+        keep_bounds(i, n);
+      }
+    }
   }
 
   // Sets that lie in one row were seen whole and are assigned; of others only
   // the largest number is known to hold.
-  void keep_bounds() {
-    for (const auto i : c10::irange(groups_.size())) {
-      C* const kept = numbers(i);
-      for (int64_t n = 0; groups_[i].assigned && n < count_; ++n) {
-        for_numbers(i, n, [&](auto number, auto, auto run, auto stride) {
-          for (int64_t j = 0; j < run; ++j) {
-            kept[number + j * stride] = 0;
-          }
-        });
-      }
-      for (const auto n : c10::irange(count_)) {
-        const C* const bounds = bounds_.data() + n * chunk_;
-        for_numbers(i, n, [&](auto number, auto from, auto run, auto stride) {
-          for (int64_t j = 0; j < run; ++j) {
-            C& to = kept[number + j * stride];
-            to = std::max(to, bounds[from + j]);
-          }
-        });
-      }
+  void keep_bounds(size_t i, int64_t n) {
+    C* const kept = numbers(i);
+    if (groups_[i].assigned) {
+      for_numbers(i, n, [&](auto number, auto, auto run, auto stride) {
+        for (int64_t j = 0; j < run; ++j) {
+          kept[number + j * stride] = 0;
+        }
+      });
     }
+    const C* const bounds = bounds_.data() + n * chunk_;
+    for_numbers(i, n, [&](auto number, auto from, auto run, auto stride) {
+      if (stride == 0) {
+        const C largest = *std::max_element(bounds + from, bounds + from + run);
+        kept[number] = std::max(kept[number], largest);
+        return;
+      }
+      for (int64_t j = 0; j < run; ++j) {
+        C& to = kept[number + j * stride];
+        to = std::max(to, bounds[from + j]);
+      }
+    });
   }
 
   // Variant I: the numbers of all touched sets move before anything is updated.

@@ -41,12 +41,13 @@ std::vector<SM3SparseGroup> sm3_sparse_groups(
     const SM3Hyperparameters& h,
     int64_t rows,
     int64_t sparse_dims) {
-  const bool assigns = h.beta2 < 1 && sparse_dims == 1 && !h.keep_larger;
+  const bool assigns = h.beta2 < 1 && !h.keep_larger;
   std::vector<SM3SparseGroup> groups;
   size_t first = g.groups.size();
   for (const auto i : c10::irange(g.groups.size())) {
     const Role role = role_of(g, g.groups[i], rows);
-    groups.push_back({i, assigns && role.within_rows});
+    const bool alone = sparse_dims == 1 && role.within_rows;
+    groups.push_back({i, alone, assigns && alone});
     first = role.holds_rows ? std::min(first, i) : first;
   }
   if (h.rows_only) {

@@ -13,6 +13,7 @@ namespace torch_sm3 {
 /// One accumulator that takes part.
 struct SM3SparseGroup {
   size_t index;  ///< in the geometry
+  bool alone;    ///< each set lies in one named row
   bool assigned; ///< touched sets were seen whole; others are only raised
 };
 
