@@ -187,15 +187,24 @@ TEST(SM3CudaSparse, EveryPairOfTypesHasTheBitsOfTheCpu) {
 TEST(SM3CudaSparse, SumModeIsTheDenseStepBitForBit) {
   const Spec spec{.shape = {40, 20}};
   const Problem sparse = make({spec}, {});
+  for (const at::Tensor& accumulator : sparse.accumulators) {
+    accumulator.zero_(); // a state that steps can lead to
+  }
   Problem dense = sparse.clone();
-  const Rows rows = make_rows(spec.shape, 1, at::kFloat);
-  dense.grads = {at::zeros(spec.shape, at::kFloat)};
-  dense.grads[0].index_copy_(0, rows.indices[0], rows.values);
-  run_sparse(sparse, rows, {});
-  run_on_host(dense, {});
-  // The dense step assigns, so numbers that no sum mode lets fall are compared
-  // where the state is one that steps can lead to.
-  EXPECT_TRUE(same(sparse.params[0], dense.params[0]));
+  for (const int64_t sparse_dims : {1, 2, 1}) {
+    const Rows rows = make_rows(spec.shape, sparse_dims, at::kFloat);
+    const at::Tensor grad = at::zeros(spec.shape, at::kFloat);
+    if (sparse_dims == 1) {
+      grad.index_copy_(0, rows.indices[0], rows.values);
+    } else {
+      const at::Tensor places = rows.indices[0].mul(20).add(rows.indices[1]);
+      grad.view({-1}).index_copy_(0, places, rows.values);
+    }
+    dense.grads = {grad};
+    run_sparse(sparse, rows, {});
+    run_on_host(dense, {});
+    expect_same(sparse, dense);
+  }
 }
 
 TEST(SM3CudaSparse, NonFiniteAndSkippedHaveTheBitsOfTheCpu) {

@@ -7,7 +7,6 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <c10/util/irange.h>
 #include <torch/library.h>
 
 #include <algorithm>
