@@ -232,7 +232,7 @@ def _fsdp1_with_hints(rank: int) -> None:
     with FSDP1.summon_full_params(model):
         for p, q in zip(plain.parameters(), model.parameters(), strict=True):
             assert torch.equal(p, q.reshape(p.shape))
-    with pytest.raises(Exception, match=".+"):
+    with pytest.raises(Exception, match=r".+"):
         FSDP1.optim_state_dict(model, optimizer)
 
 
