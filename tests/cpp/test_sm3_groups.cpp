@@ -144,7 +144,8 @@ TEST(SM3Groups, HintsAreChecked) {
 }
 
 TEST(SM3Groups, CoversMakeTheirAccumulators) {
-  const auto shapes = [](const Cover& cover, std::vector<int64_t> shape) {
+  const auto shapes = [](const Cover& cover,
+                         const std::vector<int64_t>& shape) {
     const auto params = leaves({shape});
     SM3 optimizer(params, SM3Options().cover(cover));
     optimizer.init_state();

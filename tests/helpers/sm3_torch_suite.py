@@ -99,7 +99,6 @@ def info() -> OptimizerInfo:
         has_capturable_arg=True,
         supports_complex=False,
         supports_fused_on=("cpu", "cuda"),
-        not_og_supported_flags=(),
         # These change the rule for sparse gradients, or their equality to dense ones.
         metadata_for_sparse=(
             {"lr": 0.1, "weight_decay": 0, "momentum": 0, "beta2": 0, "compat": 0},

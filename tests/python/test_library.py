@@ -26,7 +26,12 @@ OPERATORS = {
     "reversible_half_residual": ["CompositeImplicitAutograd"],
     "reversible_sub": ["CPU", "CUDA", "Meta", "Autograd"],
     "sm3_accumulators": ["CompositeExplicitAutograd"],
+    "sm3_maxima": ["CPU", "CUDA", "Meta"],
+    "sm3_nonfinite_": ["CPU", "CUDA", "Meta"],
+    "sm3_sparse_update_": ["CPU", "CUDA", "Meta"],
+    "sm3_sparse_update_.tensor_lr": ["CPU", "CUDA", "Meta"],
     "sm3_update_": ["CPU", "CUDA", "Meta"],
+    "sm3_update_.tensor_lr": ["CPU", "CUDA", "Meta"],
 }
 
 

@@ -118,17 +118,17 @@ def main() -> None:
     """Print the header."""
     print("// SPDX-License-Identifier: Apache-2.0")
     print("// Made by tests/reference/sm3_cpp_values.py; do not edit.")
-    print("#pragma once\n\n#include <array>\n#include <vector>\n")
+    print("#pragma once\n\n#include <array>\n")
     print("// clang-format off\nnamespace torch_sm3::expected {\n")
     print("// The 13 numbers of the four parameters after a step.")
-    print("using Samples = std::vector<std::array<double, 13>>;\n")
+    print("using Samples = std::array<std::array<double, 13>, 11>;\n")
     for case in CASES:
-        print(f"inline const Samples {case.name} = {{")
+        print(f"inline constexpr Samples {case.name} = {{{{")
         for sample in run(case):
             numbers = [f"{value:.15g}" for value in sample]
             lines = [", ".join(numbers[k : k + 4]) for k in range(0, 13, 4)]
             print("  {{" + ",\n    ".join(lines) + "}},")
-        print("};\n")
+        print("}};\n")
     print("} // namespace torch_sm3::expected")
 
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <sm3_cpu.h>
+#include <sm3_sparse.h>
 
 #include <ATen/Parallel.h>
 #include <c10/util/irange.h>
@@ -10,37 +11,11 @@
 namespace torch_sm3 {
 namespace {
 
-// How far ahead of its update a row is asked for: in rows, and at most this much
-// of each.
+// How far ahead of its update a row is asked for: in rows, and at most this
+// much of each.
 constexpr int64_t kAhead = 8;
 constexpr int64_t kMostAhead = 1024;
 constexpr int64_t kLine = 64;
-
-// What one accumulator has to do with dimension 0, whose indices are "rows".
-struct Role {
-  bool holds_rows;  // some axis of dimension 0 is its own
-  bool within_rows; // each set lies in one row
-};
-
-Role role_of(const SM3Geometry& g, const SM3Group& group, int64_t rows) {
-  const int64_t row = rows > 0 ? g.numel / rows : 0; // elements of one
-  Role role{false, true};
-  int64_t after = 1;
-  for (size_t axis = g.view.size(); axis-- > 0;) {
-    const int64_t from = after;
-    after *= g.view[axis];
-    if (after == from) {
-      continue;
-    }
-    role.holds_rows |= after > row && group.strides[axis] != 0;
-    if (group.strides[axis] == 0) {
-      // A set may spread over all elements from here on: of the outermost such
-      // axis, which comes last.
-      role.within_rows = row % after == 0;
-    }
-  }
-  return role;
-}
 
 template <class C>
 class SparseUpdate {
@@ -63,10 +38,9 @@ class SparseUpdate {
       chunk_ *= sizes[d];
     }
     find_starts(indices, sizes);
-    choose_groups(sizes);
-    // Without axes of its own, an axis of dimension 0 is as any other.
+    groups_ =
+        sm3_sparse_groups(g, h, sizes.empty() ? 1 : sizes[0], indices.size(0));
     lazy_ = h.beta2 < 1;
-    assigns_ = lazy_ && indices.size(0) == 1 && !h.keep_larger;
   }
 
   void run() {
@@ -77,11 +51,16 @@ class SparseUpdate {
     }
     at::parallel_for(0, count_, grain(), [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n) {
+        prefetch(n + kAhead);
         update_chunk(n);
       }
     });
-    if (h_.variant == SM3Variant::kII) {
-      keep_bounds();
+    for (const auto i : c10::irange(groups_.size())) {
+      for (int64_t n = 0; !groups_[i].alone && n < count_; ++n) {
+        if (h_.variant == SM3Variant::kII) {
+          keep_bounds(i, n);
+        }
+      }
     }
   }
 
@@ -97,8 +76,8 @@ class SparseUpdate {
       return;
     }
     const int64_t bytes = std::min(chunk_ * size_of(param.kind), kMostAhead);
-    const char* const row = static_cast<const char*>(param.data) +
-                            starts_[n] * size_of(param.kind);
+    const char* const row =
+        static_cast<const char*>(param.data) + starts_[n] * size_of(param.kind);
     for (int64_t at = 0; at < bytes; at += kLine) {
       __builtin_prefetch(row + at);
     }
@@ -118,24 +97,9 @@ class SparseUpdate {
     }
   }
 
-  void choose_groups(c10::IntArrayRef sizes) {
-    for (const auto i : c10::irange(g_.groups.size())) {
-      groups_.push_back(i);
-    }
-    if (h_.rows_only) {
-      const auto holds = [&](size_t i) {
-        return role_of(g_, g_.groups[i], sizes[0]).holds_rows;
-      };
-      const auto first = std::find_if(groups_.begin(), groups_.end(), holds);
-      groups_ = {first == groups_.end() ? 0 : *first};
-    }
-    for (const size_t i : groups_) {
-      whole_.push_back(role_of(g_, g_.groups[i], sizes[0]).within_rows);
-    }
-  }
-
   C* numbers(size_t i) const {
-    return g_.groups[groups_[i]].accumulator.template mutable_data_ptr<C>();
+    return g_.groups[groups_[i].index]
+        .accumulator.template mutable_data_ptr<C>();
   }
 
   // Calls `body(number, from, count, stride)` for the runs along the view's
@@ -143,7 +107,7 @@ class SparseUpdate {
   // belong to its elements `from + j`.
   template <class Body>
   void for_numbers(size_t i, int64_t n, const Body& body) const {
-    const auto& strides = g_.groups[groups_[i]].strides;
+    const auto& strides = g_.groups[groups_[i].index].strides;
     const size_t last = g_.view.size() - 1;
     for (int64_t from = 0; from < chunk_;) {
       int64_t position = starts_[n] + from;
@@ -180,30 +144,37 @@ class SparseUpdate {
     row.new_column = bounds;
     row.diagonal = true;
     kernels_.update(row, k_);
+    for (const auto i : c10::irange(groups_.size())) {
+      // No other row reads these numbers, and they are at hand now.
+      if (groups_[i].alone && h_.variant == SM3Variant::kII) {
+        keep_bounds(i, n);
+      }
+    }
   }
 
   // Sets that lie in one row were seen whole and are assigned; of others only
   // the largest number is known to hold.
-  void keep_bounds() {
-    for (const auto i : c10::irange(groups_.size())) {
-      C* const kept = numbers(i);
-      for (int64_t n = 0; assigns_ && whole_[i] && n < count_; ++n) {
-        for_numbers(i, n, [&](auto number, auto, auto run, auto stride) {
-          for (int64_t j = 0; j < run; ++j) {
-            kept[number + j * stride] = 0;
-          }
-        });
-      }
-      for (const auto n : c10::irange(count_)) {
-        const C* const bounds = bounds_.data() + n * chunk_;
-        for_numbers(i, n, [&](auto number, auto from, auto run, auto stride) {
-          for (int64_t j = 0; j < run; ++j) {
-            C& to = kept[number + j * stride];
-            to = std::max(to, bounds[from + j]);
-          }
-        });
-      }
+  void keep_bounds(size_t i, int64_t n) {
+    C* const kept = numbers(i);
+    if (groups_[i].assigned) {
+      for_numbers(i, n, [&](auto number, auto, auto run, auto stride) {
+        for (int64_t j = 0; j < run; ++j) {
+          kept[number + j * stride] = 0;
+        }
+      });
     }
+    const C* const bounds = bounds_.data() + n * chunk_;
+    for_numbers(i, n, [&](auto number, auto from, auto run, auto stride) {
+      if (stride == 0) {
+        const C largest = *std::max_element(bounds + from, bounds + from + run);
+        kept[number] = std::max(kept[number], largest);
+        return;
+      }
+      for (int64_t j = 0; j < run; ++j) {
+        C& to = kept[number + j * stride];
+        to = std::max(to, bounds[from + j]);
+      }
+    });
   }
 
   // Variant I: the numbers of all touched sets move before anything is updated.
@@ -221,7 +192,7 @@ class SparseUpdate {
         });
       }
       C* const kept = numbers(i);
-      const bool larger = h_.keep_larger || (lazy_ && !(assigns_ && whole_[i]));
+      const bool larger = h_.keep_larger || (lazy_ && !groups_[i].assigned);
       for (const auto& [number, square] : largest) {
         const C moved = sm3_accumulate(kept[number], square, k_);
         kept[number] = larger ? std::max(kept[number], moved) : moved;
@@ -237,11 +208,9 @@ class SparseUpdate {
   const int64_t count_; // named rows
   int64_t chunk_;       // elements of each
   std::vector<int64_t> starts_;
-  std::vector<size_t> groups_; // accumulators that take part
-  std::vector<bool> whole_;    // of those, whose sets lie in one row
+  std::vector<SM3SparseGroup> groups_; // accumulators that take part
   std::vector<C> bounds_;
   bool lazy_;
-  bool assigns_;
 };
 
 } // namespace

@@ -1,78 +1,58 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <sm3_cuda.h>
-#include <sm3_kernel.cuh>
+#include <sm3_order.cuh>
 
 namespace torch_sm3 {
 namespace {
 
-template <class C, class P, class G>
-cudaError_t launch(
-    const SM3DeviceTensor<C>& t,
-    const SM3Coefficients<C>& k,
-    cudaStream_t stream) {
-  if (t.diagonal != nullptr) {
-    const int64_t blocks = (t.rows * t.columns + kSM3Threads - 1) / kSM3Threads;
-    sm3_diagonal_kernel<C, P, G>
-        <<<static_cast<unsigned>(blocks), kSM3Threads, 0, stream>>>(t, k);
-  } else {
-    const int64_t blocks = (t.columns + kSM3Threads - 1) / kSM3Threads *
-                           ((t.rows + kSM3Rows - 1) / kSM3Rows);
-    sm3_rows_kernel<C, P, G>
-        <<<static_cast<unsigned>(blocks), kSM3Threads, 0, stream>>>(t, k);
-  }
-  return cudaGetLastError();
-}
+// Launches on one stream, for sm3_order.cuh.
+struct OnStream {
+  cudaStream_t stream;
 
-template <class C, class P>
-cudaError_t launch_for_param(
-    const SM3DeviceTensor<C>& t,
-    const SM3Coefficients<C>& k,
-    ScalarKind grad_kind,
-    cudaStream_t stream) {
-  switch (grad_kind) {
-    case ScalarKind::kFloat16:
-      return launch<C, P, Half>(t, k, stream);
-    case ScalarKind::kBFloat16:
-      return launch<C, P, BFloat16>(t, k, stream);
-    case ScalarKind::kFloat64:
-      if constexpr (sizeof(C) == sizeof(double)) {
-        return launch<C, P, double>(t, k, stream);
-      }
-      return cudaErrorInvalidValue;
-    default:
-      return launch<C, P, float>(t, k, stream);
+  template <class... Parameters, class... Arguments>
+  void operator()(
+      int64_t blocks,
+      void (*kernel)(Parameters...),
+      const Arguments&... arguments) const {
+    kernel<<<static_cast<unsigned>(blocks), kSM3Threads, 0, stream>>>(
+        arguments...);
   }
-}
+};
 
 } // namespace
 
-cudaError_t launch_sm3_update(
-    const SM3DeviceTensor<float>& tensor,
-    const SM3Coefficients<float>& coefficients,
-    ScalarKind param_kind,
-    ScalarKind grad_kind,
-    cudaStream_t stream) {
-  switch (param_kind) {
-    case ScalarKind::kFloat16:
-      return launch_for_param<float, Half>(
-          tensor, coefficients, grad_kind, stream);
-    case ScalarKind::kBFloat16:
-      return launch_for_param<float, BFloat16>(
-          tensor, coefficients, grad_kind, stream);
-    default:
-      return launch_for_param<float, float>(
-          tensor, coefficients, grad_kind, stream);
-  }
+void launch_sm3_dense(const SM3DenseLaunch<float>& step, cudaStream_t stream) {
+  sm3_dense_step(step, OnStream{stream});
 }
 
-cudaError_t launch_sm3_update(
-    const SM3DeviceTensor<double>& tensor,
-    const SM3Coefficients<double>& coefficients,
-    ScalarKind,
-    ScalarKind grad_kind,
+void launch_sm3_dense(const SM3DenseLaunch<double>& step, cudaStream_t stream) {
+  sm3_dense_step(step, OnStream{stream});
+}
+
+void launch_sm3_maxima(const SM3DenseLaunch<float>& pass, cudaStream_t stream) {
+  sm3_maxima_pass(pass, OnStream{stream});
+}
+
+void launch_sm3_maxima(
+    const SM3DenseLaunch<double>& pass,
     cudaStream_t stream) {
-  return launch_for_param<double, double>(
-      tensor, coefficients, grad_kind, stream);
+  sm3_maxima_pass(pass, OnStream{stream});
+}
+
+void launch_sm3_sparse(
+    const SM3SparseLaunch<float>& step,
+    cudaStream_t stream) {
+  sm3_sparse_step(step, OnStream{stream});
+}
+
+void launch_sm3_sparse(
+    const SM3SparseLaunch<double>& step,
+    cudaStream_t stream) {
+  sm3_sparse_step(step, OnStream{stream});
+}
+
+void launch_sm3_nonfinite(const SM3NonfiniteLaunch& pass, cudaStream_t stream) {
+  sm3_nonfinite_pass(pass, OnStream{stream});
 }
 
 } // namespace torch_sm3

@@ -45,7 +45,9 @@ SM3Options& options_of(OptimizerParamGroup& group) {
 
 } // namespace
 
-SM3::SM3(const std::vector<OptimizerParamGroup>& groups, SM3Options defaults)
+SM3::SM3(
+    const std::vector<OptimizerParamGroup>& groups,
+    const SM3Options& defaults)
     : Optimizer(
           std::vector<OptimizerParamGroup>(),
           std::make_unique<SM3Options>(defaults)),
@@ -56,8 +58,8 @@ SM3::SM3(const std::vector<OptimizerParamGroup>& groups, SM3Options defaults)
   }
 }
 
-SM3::SM3(std::vector<at::Tensor> params, SM3Options defaults)
-    : SM3({OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
+SM3::SM3(std::vector<at::Tensor> params, const SM3Options& defaults)
+    : SM3({OptimizerParamGroup(std::move(params))}, defaults) {}
 
 SM3::~SM3() = default;
 SM3::SM3(SM3&&) noexcept = default;
@@ -100,11 +102,9 @@ void SM3::check_groups() {
     std::unordered_set<void*> here;
     for (const at::Tensor& param : group.params()) {
       check_param(param, options);
-      here.insert(param.unsafeGetTensorImpl());
-    }
-    for (void* param : here) {
+      void* const key = param.unsafeGetTensorImpl();
       TORCH_CHECK(
-          live.insert(param).second,
+          !here.insert(key).second || live.insert(key).second,
           "some parameters appear in more than one parameter group");
     }
   }

@@ -175,7 +175,7 @@ void ScriptSM3::set_lr(double lr) {
   SM3Options changed = options_;
   changed.lr(lr);
   check_options(changed);
-  options_ = changed;
+  options_ = std::move(changed);
 }
 
 double ScriptSM3::lr() const {

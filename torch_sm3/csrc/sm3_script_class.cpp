@@ -75,7 +75,9 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
           [](const c10::intrusive_ptr<ScriptSM3>& self) {
             return self->pickle();
           },
-          [](ScriptSM3::Packed packed) { return ScriptSM3::unpickle(packed); });
+          [](const ScriptSM3::Packed& packed) {
+            return ScriptSM3::unpickle(packed);
+          });
 }
 
 } // namespace

@@ -101,6 +101,12 @@ def test_a_suite_file_sees_the_entry_of_sm3(tmp_path) -> None:
     assert "1 passed, 1 skipped" in result.stdout, result.stdout + result.stderr
 
 
+def test_torchs_test_of_older_state_dicts_has_options_to_leave_out() -> None:
+    left_out = set(INFO.not_og_supported_flags)
+    options = SM3([Parameter(torch.zeros(2))]).param_groups[0]
+    assert {"maximize", "capturable"} <= left_out <= set(options)
+
+
 # --- the same names -----------------------------------------------------------
 
 

@@ -109,7 +109,9 @@ TORCH_SM3_API void sm3_update_(
 ///
 /// \param param         parameter, any strides
 /// \param indices       int64 [sparse dimensions, rows], of a coalesced
-/// gradient
+///                      gradient (one out of range is a ValueError on the CPU;
+///                      on CUDA, where kernels see it later, a message and a
+///                      trap)
 /// \param values        gradients of the named rows
 /// \param accumulators  `sm3_accumulators` of the parameter
 /// \param compensations none, or one tensor as in `sm3_update_`

@@ -115,10 +115,10 @@ class TORCH_SM3_API SM3 : public torch::optim::Optimizer {
   /// \param defaults options of every group
   explicit SM3(
       const std::vector<torch::optim::OptimizerParamGroup>& groups,
-      SM3Options defaults = {});
+      const SM3Options& defaults = {});
   /// \param params   leaves, floating point, dense
   /// \param defaults their options
-  explicit SM3(std::vector<at::Tensor> params, SM3Options defaults = {});
+  explicit SM3(std::vector<at::Tensor> params, const SM3Options& defaults = {});
   ~SM3() override;
   SM3(SM3&&) noexcept;
   SM3& operator=(SM3&&) noexcept;
