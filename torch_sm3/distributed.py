@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 
 from torch_sm3 import _ops
-from torch_sm3.optim import _functional_optim
+from torch_sm3.optim._functional_optim import FunctionalSM3, register
 
-_functional_optim.register()
-FunctionalSM3 = _functional_optim.FunctionalSM3
+__all__ = ["AdasumState", "FunctionalSM3", "adasum_all_reduce", "adasum_hook"]
 
-__all__ = ["AdasumState", "adasum_all_reduce", "adasum_hook"]
+register()
 
 _MODES = ("tree", "psum", "mean", "sum")
 # Iterations whose buckets are compared across ranks before data moves: DDP rebuilds

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -378,9 +380,20 @@ def one_message_in_every_step(rank: int, folder: str) -> None:
     assert not messages.sizes
 
 
-def copies_and_state_of_whole_tensors(rank: int, folder: str) -> None:
-    import copy
+def messages_end_at_exit(rank: int, folder: str) -> None:
+    """A program may end after a step, while its message is under way."""
+    twin = Twin(weights((6, 5)), [(mesh_of_all(), [Shard(0)])])
+    _reduce._in_the_air.clear()
+    twin.run(1)
+    (message,) = _reduce._in_the_air
+    tensor = weakref.ref(message.tensor)
+    _reduce._wait_at_exit()
+    assert message.tensor is None and tensor() is None
+    _reduce._in_the_air.clear()
+    twin.other._pending = None
 
+
+def copies_and_state_of_whole_tensors(rank: int, folder: str) -> None:
     where = (mesh_of_all(), [Shard(0)])
     twin = Twin(weights((6, 5), (4, 3)), [where] * 2, momentum=0.9).run(2)
     twin.other = copy.deepcopy(twin.other)
@@ -435,6 +448,7 @@ CHECKS: dict[int, list[Check]] = {
         skip_on_one_rank_only,
         found_inf_without_skip_nonfinite,
         one_message_in_every_step,
+        messages_end_at_exit,
         copies_and_state_of_whole_tensors,
         differentiable,
         parameters_that_are_sums,

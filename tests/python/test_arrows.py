@@ -74,7 +74,7 @@ RIGHT = {
     "pipeline/include/torch_sm3/pipeline/p.h": "#include <torch_sm3/check.h>",
     "tests/cpp/oracle.h": "#include <torch_sm3/torch_sm3.h>\n#include <x_kernel.h>",
     "torch_sm3/__init__.py": "from torch_sm3 import optim, pipeline, reversible",
-    "torch_sm3/distributed.py": "from torch_sm3 import _ops",
+    "torch_sm3/distributed.py": "from torch_sm3 import _ops, optim",
     "torch_sm3/pipeline/__init__.py": "from .a import f\nfrom .. import _ops",
     "examples/b.py": "import tqdm\nfrom torch_sm3 import SM3, pipeline",
 }

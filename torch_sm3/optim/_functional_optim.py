@@ -82,6 +82,7 @@ class FunctionalSM3:
         """
         if param not in self._numbered():
             self.param_group["params"].append(param)
+            self._optimizer._known_messages = None
         self._step([(param, grad)])
 
     def _numbered(self) -> dict[Tensor, int]:

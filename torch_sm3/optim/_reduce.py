@@ -44,6 +44,20 @@ class Bucket:
     slots: list[Slot] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Messages:
+    """What an optimizer sends in every step.
+
+    Args:
+        buckets: by variant, as SM3-I reduces before its updates.
+        sharers: groups that hold parts of a parameter, with the device that each of
+            them communicates on.
+    """
+
+    buckets: dict[str, list[Bucket]]
+    sharers: list[tuple[Any, torch.device]]
+
+
 #: Returns the accumulator of a slot on this process, None while there is no state.
 Lookup = Callable[[Slot], "Tensor | None"]
 
@@ -121,6 +135,11 @@ class Reduction:
         self._flights.append(_Flight(message, targets, bucket))
         _in_the_air.difference_update([m for m in _in_the_air if m.work.is_completed()])
         _in_the_air.add(message)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a message has been sent and not been waited for."""
+        return bool(self._flights)
 
     def wait(self) -> None:
         """Wait for all messages and write what they bring."""

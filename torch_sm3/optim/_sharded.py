@@ -19,7 +19,7 @@ from torch_sm3.optim._first import accumulate
 from torch_sm3.optim._fused import Entry
 from torch_sm3.optim._gather import GatheringSM3, is_capturing
 from torch_sm3.optim._plan import Plan, Work
-from torch_sm3.optim._reduce import Bucket, Reduction, Slot, agree
+from torch_sm3.optim._reduce import Bucket, Messages, Reduction, Slot, agree
 from torch_sm3.optim._shards import Shards, check_scale_blocks, shards_of
 
 Call = tuple[Work, Options]
@@ -46,7 +46,7 @@ class ShardedSM3(GatheringSM3):
 
     def _forget_shards(self) -> None:
         self._known_shards: dict[tuple[Any, ...], Shards] = {}
-        self._buckets: dict[str, list[Bucket]] | None = None
+        self._known_messages: Messages | None = None
         self._pending: Reduction | None = None
 
     # --- one parameter ---------------------------------------------------------
@@ -214,7 +214,7 @@ class ShardedSM3(GatheringSM3):
         return super()._current_plan()
 
     def _make_plan(self) -> Plan:
-        self._buckets = None
+        self._known_messages = None
         return super()._make_plan()
 
     def _before_update(self, calls: list[Call]) -> list[Call]:
@@ -242,7 +242,7 @@ class ShardedSM3(GatheringSM3):
     def _after_update(self) -> None:
         """Send what variant II leaves to reduce; also in a skipped step."""
         self._pending = self._reduce("II")
-        if is_capturing():
+        if self._pending.is_under_way and is_capturing():
             # A graph holds both ends of a message.
             self._settle()
 
@@ -278,26 +278,31 @@ class ShardedSM3(GatheringSM3):
             yield param.device_mesh.get_group(mesh_dim), slots
 
     def _reduce(self, variant: str) -> Reduction:
-        if self._buckets is None:
-            self._buckets = self._make_buckets()
-        return Reduction(self._buckets[variant], self._accumulator)
+        return Reduction(self._messages().buckets[variant], self._accumulator)
 
-    def _make_buckets(self) -> dict[str, list[Bucket]]:
+    def _messages(self) -> Messages:
         """Return the fixed layout: all sharded parameters, with or without state."""
+        if self._known_messages is not None:
+            return self._known_messages
         found: dict[tuple[Any, ...], Bucket] = {}
+        sharers: dict[Any, torch.device] = {}
         for group, param in self._params():
             if not self._is_sharded(param):
                 continue
             dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
             for shared, slots in self._groups_of(param, group):
+                if shared.size() == 1:
+                    continue
+                sharers.setdefault(shared, param.device)
                 key = group["variant"], shared, param.device, dtype
                 bucket = found.setdefault(key, Bucket(shared, param.device, dtype))
                 bucket.slots += slots
         kept: dict[str, list[Bucket]] = {"I": [], "II": []}
         for (variant, *_), bucket in found.items():
-            if bucket.group.size() > 1 and sum(slot.numel for slot in bucket.slots):
+            if sum(slot.numel for slot in bucket.slots):
                 kept[variant].append(bucket)
-        return kept
+        self._known_messages = Messages(kept, list(sharers.items()))
+        return self._known_messages
 
     def _accumulator(self, slot: Slot) -> Tensor | None:
         state = self.state.get(slot.param)
@@ -309,12 +314,7 @@ class ShardedSM3(GatheringSM3):
         """Return the flag of a skipped step after all processes have agreed on it."""
         if found is None and not self._skip_nonfinite:
             return None
-        groups: dict[Any, torch.device] = {}
-        for group, param in self._params():
-            if self._is_sharded(param):
-                for shared, _ in self._groups_of(param, group):
-                    groups.setdefault(shared, param.device)
-        return agree(found, list(groups.items()))
+        return agree(found, self._messages().sharers)
 
     # --- checkpoints -----------------------------------------------------------
 

@@ -34,6 +34,7 @@ Outcome = dict[str, str]
         "skip_on_one_rank_only",
         "found_inf_without_skip_nonfinite",
         "one_message_in_every_step",
+        "messages_end_at_exit",
         "copies_and_state_of_whole_tensors",
         "nobody_waits_for_ever",
     ],
