@@ -92,7 +92,7 @@ def fsdp2_clips_in_backward(rank: int, folder: str) -> None:
             model(x).square().mean().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             one.step()
-            two.backward(lambda x=x: other(x).square().mean())
+            two.backward(lambda x=x, m=other: m(x).square().mean())
             two.step()
         _assert_equal(model, one, other, two)
         assert one.skipped_steps == two.skipped_steps

@@ -161,21 +161,49 @@ def int8_blocks_on_two_ranks(rank: int, folder: str) -> None:
 
 
 def other_placements_of_gradients(rank: int, folder: str) -> None:
-    mesh = mesh_of_all()
+    mesh, n = mesh_of_all(), dist.get_world_size()
     param = torch.nn.Parameter(spread(torch.zeros(4, 4), (mesh, [Shard(0)])))
     optimizer = SM3([param])
-    for placement in (Partial(), Replicate(), Shard(1)):
-        grad = DTensor.from_local(
-            torch.ones(4, 4), mesh, [placement], run_check=False, shape=(4, 4),
-            stride=(4, 1),
-        )  # fmt: skip
-        # What torch itself refuses in param.grad does not reach us.
-        local = optimizer._local_grad
+    for placement, shape in [
+        (Partial(), (4, 4)),
+        (Replicate(), (4, 4)),
+        (Shard(1), (4, 4 // n)),
+    ]:
+        param.grad = DTensor.from_local(
+            torch.ones(shape), mesh, [placement], run_check=False
+        )
         with pytest.raises(ValueError, match="placed as its parameter"):
-            local(param, grad)
-    sparse = torch.eye(4).to_sparse()
+            optimizer.step()
+    assert not param.to_local().any()
     with pytest.raises(NotImplementedError, match="dense gradients"):
-        optimizer._local_grad(param, sparse)
+        optimizer._local_grad(param, torch.eye(4).to_sparse())
+
+
+def versions_rise(rank: int, folder: str) -> None:
+    twin = Twin(weights((4, 4)), [(mesh_of_all(), [Shard(0)])])
+    before = twin.shards[0]._version, twin.shards[0].to_local()._version
+    twin.run(1)
+    after = twin.shards[0]._version, twin.shards[0].to_local()._version
+    assert all(x < y for x, y in zip(before, after, strict=True))
+
+
+def grad_scaler(rank: int, folder: str) -> None:
+    """An infinity in the shard of one rank makes all ranks skip."""
+    where = (mesh_of_all(), [Shard(0)])
+    for fused in (True, None):
+        twin = Twin(weights((6, 5), (7,)), [where] * 2, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        for seed in range(4):
+            twin.set_grads(seed, scale=4.0)
+            if seed == 2 and rank == 1:
+                twin.shards[0].grad.to_local()[0, 1] = torch.inf
+            scaler.step(twin.other)
+            scaler.update(4.0)
+            twin.set_grads(seed)
+            if seed != 2:
+                twin.one.step()
+        twin.check(f"fused={fused}")
 
 
 def row_15(rank: int, folder: str) -> None:
@@ -398,6 +426,8 @@ CHECKS: dict[int, list[Check]] = {
         covers_across_boundaries,
         int8_blocks_on_two_ranks,
         other_placements_of_gradients,
+        versions_rise,
+        grad_scaler,
         row_15,
         row_19,
         row_32,

@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -43,6 +48,40 @@ class Bucket:
 Lookup = Callable[[Slot], "Tensor | None"]
 
 
+@dataclass(eq=False)
+class _Message:
+    """An all-reduce that is not waited for yet."""
+
+    work: Any
+    tensor: Tensor | None
+
+
+@dataclass
+class _Flight:
+    """One message, and where its numbers belong."""
+
+    message: _Message
+    targets: list[Tensor | None]
+    bucket: Bucket
+
+    def land(self) -> None:
+        """Wait for the message, no longer than its group's timeout; write results.
+
+        On CUDA only the current stream waits.
+        """
+        self.message.work.wait()
+        _in_the_air.discard(self.message)
+        assert self.message.tensor is not None, "kept until the exit"
+        pieces = self.message.tensor.split([slot.numel for slot in self.bucket.slots])
+        pairs = [
+            (target, piece.view_as(target))
+            for target, piece in zip(self.targets, pieces, strict=True)
+            if target is not None and piece.numel()
+        ]
+        if pairs:
+            torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+
+
 class Reduction:
     """The messages of one step, on their way until :meth:`wait`.
 
@@ -52,7 +91,7 @@ class Reduction:
     """
 
     def __init__(self, buckets: Sequence[Bucket], lookup: Lookup) -> None:
-        self._flying: list[tuple[Any, Tensor, list[Tensor | None], Bucket]] = []
+        self._flights: list[_Flight] = []
         for slot in (slot for bucket in buckets for slot in bucket.slots):
             if slot.is_empty and (target := lookup(slot)) is not None:
                 target.zero_()
@@ -61,13 +100,13 @@ class Reduction:
 
     def _send(self, bucket: Bucket, lookup: Lookup) -> None:
         mine = {(id(slot.param), slot.index) for slot in bucket.slots}
-        for *_, earlier in self._flying:
+        for flight in self._flights:
             # A number that two groups reduce goes from one to the other.
-            if any((id(slot.param), slot.index) in mine for slot in earlier.slots):
+            if any((id(s.param), s.index) in mine for s in flight.bucket.slots):
                 self.wait()
                 break
         targets = [lookup(slot) for slot in bucket.slots]
-        message = torch.cat(
+        tensor = torch.cat(
             [
                 torch.zeros(slot.numel, dtype=bucket.dtype, device=bucket.device)
                 if target is None
@@ -76,26 +115,40 @@ class Reduction:
             ]
         )
         work = dist.all_reduce(
-            message, op=dist.ReduceOp.MAX, group=bucket.group, async_op=True
+            tensor, op=dist.ReduceOp.MAX, group=bucket.group, async_op=True
         )
-        self._flying.append((work, message, targets, bucket))
+        message = _Message(work, tensor)
+        self._flights.append(_Flight(message, targets, bucket))
+        _in_the_air.difference_update([m for m in _in_the_air if m.work.is_completed()])
+        _in_the_air.add(message)
 
     def wait(self) -> None:
-        """Wait for the messages, no longer than their groups' timeouts; write results.
+        """Wait for all messages and write what they bring."""
+        while self._flights:
+            self._flights.pop(0).land()
 
-        On CUDA only the current stream waits.
-        """
-        while self._flying:
-            work, message, targets, bucket = self._flying.pop(0)
-            work.wait()
-            pieces = message.split([slot.numel for slot in bucket.slots])
-            pairs = [
-                (target, piece.view_as(target))
-                for target, piece in zip(targets, pieces, strict=True)
-                if target is not None and piece.numel()
-            ]
-            if pairs:
-                torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+
+# Also of optimizers that nobody has any more.
+_in_the_air: set[_Message] = set()
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Wait for messages without a use for them, but not for long.
+
+    A thread of Gloo that lets go of a tensor of ours while the interpreter goes down
+    would end the process by ``std::terminate``.
+    """
+    tensors = []
+    for message in _in_the_air:
+        tensors.append(weakref.ref(message.tensor))
+        with contextlib.suppress(RuntimeError):
+            message.work.wait(timedelta(seconds=10))
+        message.work = message.tensor = None
+    for _ in range(1000):
+        if all(tensor() is None for tensor in tensors):
+            break
+        time.sleep(0.001)
 
 
 def agree(

@@ -229,6 +229,10 @@ class SM3(ShardedSM3):
 
 def run(work: Work, options: Options) -> None:
     """Update the parameters of one call by its implementation."""
+    if work.whole is None:
+        shards = [e.owner for e in work.entries if e.owner is not e.param]
+        # Their own counters do not see what is written to their parts.
+        torch.autograd.graph.increment_version(shards)
     if work.sparse and work.path == "fused":
         fused_sparse_sm3(work.entries[0], work.grads[0], options)
     elif work.sparse:

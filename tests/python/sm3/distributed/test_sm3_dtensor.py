@@ -26,6 +26,8 @@ Outcome = dict[str, str]
         "float64_is_reduced_in_float64",
         "gradients_of_another_dtype",
         "other_placements_of_gradients",
+        "versions_rise",
+        "grad_scaler",
         "parameters_that_are_sums",
         "differentiable",
         "missing_gradient_on_one_rank",
