@@ -235,6 +235,7 @@ void launch(dim3 grid, dim3 threads, Kernel kernel, Args... args) {
         }
       }
     }
+    body = nullptr;
   }
 }
 

@@ -92,9 +92,13 @@ cudaGraph_t captured_graph(cudaStream_t stream) {
 // The graph owns the source from now on.
 void retain(cudaGraph_t graph, std::unique_ptr<Source> source) {
   cudaUserObject_t object{};
-  C10_CUDA_CHECK(cudaUserObjectCreate(
-      &object, source.get(), &retire, 1, cudaUserObjectNoDestructorSync));
-  static_cast<void>(source.release());
+  Source* const owned = source.release();
+  const cudaError_t made = cudaUserObjectCreate(
+      &object, owned, &retire, 1, cudaUserObjectNoDestructorSync);
+  if (made != cudaSuccess) {
+    source.reset(owned);
+  }
+  C10_CUDA_CHECK(made);
   C10_CUDA_CHECK(
       cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove));
 }
