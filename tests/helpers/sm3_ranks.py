@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.processes import run_ranks
 
 Check = Callable[[int, str], None]
@@ -48,7 +50,16 @@ def _run_all(rank: int, world: int, folder: str) -> dict[str, str]:
             outcome[name] = ""
         except (Exception, pytest.fail.Exception):
             outcome[name] = f"rank {rank}: {traceback.format_exc()}"
+        _meet(name, world)
     return outcome
+
+
+def _meet(name: str, world: int) -> None:
+    """Wait for all ranks, without Gloo: one that failed would talk of other things."""
+    store = dist.distributed_c10d._get_default_store()
+    if store.add(f"{name}/count", 1) == world:
+        store.set(f"{name}/all", "here")
+    store.wait([f"{name}/all"], timedelta(seconds=60))
 
 
 def outcomes(ranks: int, folder: str) -> dict[str, str]:
