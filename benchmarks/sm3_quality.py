@@ -105,7 +105,7 @@ CANDIDATES = {
         plain(torch.optim.Adafactor, weight_decay=0.0),
         (0.005, 0.01, 0.02, 0.05, 0.1),
     ),
-    "Muon": Candidate(muon, (0.004, 0.008, 0.016, 0.032, 0.064)),
+    "Muon": Candidate(muon, (0.001, 0.002, 0.004, 0.008, 0.016, 0.032)),
 }
 
 
@@ -221,7 +221,7 @@ class Results:
 
     def write(self, more: dict[str, Any]) -> None:
         """Write the file whole."""
-        text = json.dumps({"steps": self.steps, **more, "runs": self.runs})
+        text = json.dumps({"steps": self.steps, **more, "runs": self.runs}) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".part")
         partial.write_text(text)
@@ -330,6 +330,7 @@ def draw(
     points.set(
         xscale="log", xlabel="bytes of optimizer state", title="At the last step"
     )
+    points.margins(x=0.3)
     curves.legend(fontsize="small")
     for axes in (curves, points):
         axes.grid(alpha=0.3)
