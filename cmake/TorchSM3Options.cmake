@@ -43,6 +43,13 @@ function(torch_sm3_sources)
   endforeach()
 endfunction()
 
+# torch_sm3_threaded_sources(FILES...): those that call at::parallel_for, which without OpenMP is a plain loop. Only
+# compiled so and not linked: OpenMP's functions are then those of the library that torch brings, whose threads are the
+# ones that torch.set_num_threads counts; another library would bring its own.
+function(torch_sm3_threaded_sources)
+  set_source_files_properties(${ARGN} TARGET_DIRECTORY torch_sm3 PROPERTIES COMPILE_OPTIONS "-fopenmp")
+endfunction()
+
 # torch_sm3_headers(BASE FILES...): public headers below BASE, installed as include/torch_sm3/...
 function(torch_sm3_headers base)
   string(MAKE_C_IDENTIFIER "headers_${CMAKE_CURRENT_SOURCE_DIR}" _set)

@@ -197,3 +197,25 @@ def test_threads_and_instruction_sets_change_no_bit() -> None:
         digests[used, threads] = digest
     assert len(set(digests.values())) == 1, digests
     assert len({used for used, _ in digests}) > 1, "one instruction set was compared"
+
+
+THREADS = """
+import os, torch, torch_sm3
+ops = torch.ops.torch_sm3
+torch.set_num_threads(3)
+def numbers(n):  # made without torch's own threads
+    return torch.frombuffer(bytearray(4 * n), dtype=torch.float32)
+p, g = numbers(1 << 20).view(1024, 1024), numbers(1 << 20).view(1024, 1024)
+a = [numbers(1024), numbers(1024)]
+s = torch.zeros((), dtype=torch.int64)
+before = len(os.listdir("/proc/self/task"))
+ops.sm3_update_([p], [g], a, [], [], [], [s], lr=0.1)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_a_large_parameter_is_shared_by_threads() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS], check=True, capture_output=True, text=True
+    )
+    assert int(done.stdout) == 2, "at::parallel_for is a plain loop without OpenMP"
