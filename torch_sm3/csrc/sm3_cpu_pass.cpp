@@ -16,6 +16,7 @@ namespace {
 constexpr int64_t kTileRows = 128;
 constexpr int64_t kTileColumns = 256;
 constexpr int64_t kTilePitch = kTileColumns + 16;
+constexpr int64_t kTileRowsAhead = 3; // of the parameter
 
 // One index per axis, the last running fastest.
 class Odometer {
@@ -297,6 +298,7 @@ class Pass {
         for (int64_t r = 0; r < rows; ++r, index.advance(1)) {
           SM3Row<C> row = make_row(r0 + r, index, c0, columns, mine);
           row.grad = tile.data() + r * kTilePitch;
+          row.ahead = kTileRowsAhead * rows_.length;
           keep_largest(index, kernel_(row, k_), mine);
         }
       }

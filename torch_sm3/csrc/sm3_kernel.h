@@ -51,6 +51,7 @@ struct SM3Row {
   const C* column; ///< least accumulator of each element besides
   C* new_column;   ///< is raised to nu; if `diagonal`, is set to nu
   bool diagonal;   ///< `smallest` is not used
+  int64_t ahead;   ///< elements to what is updated soon; 0: along the row
 };
 
 /// Elements that kernels convert at a time where a tensor is not contiguous or

@@ -22,6 +22,7 @@ struct Piece {
   C smallest;
   const C* column;
   C* new_column;
+  int64_t far; // elements ahead of their use, weights are asked for
 };
 
 template <class C, bool kDiagonal>
@@ -59,6 +60,7 @@ C update_plain(const Piece<C>& p, const SM3Coefficients<C>& coefficients) {
   using V = typename S::Vector;
   constexpr int64_t kStep = kLine / static_cast<int64_t>(sizeof(C));
   constexpr int64_t kFar = kAhead / static_cast<int64_t>(sizeof(C));
+  const int64_t far = p.far != 0 ? p.far : kFar;
   const SM3Coefficients<C> k = coefficients;
   const V scale = S::all(k.scale), keep = S::all(k.keep), add = S::all(k.add);
   const V eps = S::all(k.eps), lr = S::all(k.lr), decay = S::all(k.decay);
@@ -70,9 +72,9 @@ C update_plain(const Piece<C>& p, const SM3Coefficients<C>& coefficients) {
   int64_t j = 0;
   for (; j + kStep <= p.count; j += kStep) {
     __builtin_prefetch(p.g + j + kFar);
-    __builtin_prefetch(p.w + j + kFar);
+    __builtin_prefetch(p.w + j + far);
     if constexpr (kMomentum) {
-      __builtin_prefetch(p.m + j + kFar);
+      __builtin_prefetch(p.m + j + far);
     }
     for (int64_t i = j; i < j + kStep; i += S::kWidth) {
       const V g = scale * S::load(p.g + i);
@@ -316,7 +318,16 @@ C update_row(const SM3Row<C>& row, const SM3Coefficients<C>& k) {
                      ? nullptr
                      : static_cast<C*>(t.momentum.data) + row.first;
     return update_arrays<C>(
-        row, k, {row.count, w, g, m, row.smallest, row.column, row.new_column});
+        row,
+        k,
+        {row.count,
+         w,
+         g,
+         m,
+         row.smallest,
+         row.column,
+         row.new_column,
+         row.ahead});
   }
   Buffers<C> buffers;
   const bool plain = is_plain(t, k);
