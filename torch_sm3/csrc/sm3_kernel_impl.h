@@ -60,7 +60,10 @@ C update_plain(const Piece<C>& p, const SM3Coefficients<C>& coefficients) {
   using V = typename S::Vector;
   constexpr int64_t kStep = kLine / static_cast<int64_t>(sizeof(C));
   constexpr int64_t kFar = kAhead / static_cast<int64_t>(sizeof(C));
-  const int64_t far = p.far != 0 ? p.far : kFar;
+  // Three tensors asked for a whole page ahead would not stay in the
+  // first-level cache beside the columns.
+  const int64_t along = kMomentum ? kFar / 2 : kFar;
+  const int64_t far = p.far != 0 ? p.far : along;
   const SM3Coefficients<C> k = coefficients;
   const V scale = S::all(k.scale), keep = S::all(k.keep), add = S::all(k.add);
   const V eps = S::all(k.eps), lr = S::all(k.lr), decay = S::all(k.decay);
