@@ -187,7 +187,7 @@ def port(repeats: int) -> list[Ratio]:
         return []
     steps = {"sm3": sm3(large(torch.float32)), "pytorch_optimizer": other}
     limits = [("sm3", "pytorch_optimizer", 0.2)]
-    return compare("float32", steps, limits, max(3, repeats // 3))
+    return compare("float32", steps, limits, max(5, repeats // 2))
 
 
 def bfloat16(repeats: int) -> list[Ratio]:
@@ -262,7 +262,7 @@ def paths(repeats: int) -> list[Ratio]:
         "for-loop": sm3(large(torch.float32), fused=False),
     }
     limits = [("fused", "for-loop", 1 / 8)]
-    return compare("float32", steps, limits, max(3, repeats // 3))
+    return compare("float32", steps, limits, max(5, repeats // 2))
 
 
 CASES = [float32, bfloat16, small, ranks, turned, sparse, paths, port]
