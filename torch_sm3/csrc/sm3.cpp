@@ -14,12 +14,14 @@ namespace {
 // those after it from `options`.
 void call(
     const char* name,
-    const char* overload,
     torch::jit::Stack stack,
+    c10::IValue lr,
     const SM3UpdateOptions& options) {
+  const char* const overload = lr.isTensor() ? "tensor_lr" : "";
   const auto push = [&](c10::IValue value) {
     stack.push_back(std::move(value));
   };
+  push(std::move(lr));
   push(options.momentum);
   push(options.beta2);
   push(options.eps);
@@ -39,28 +41,6 @@ void call(
       .callBoxed(&stack);
 }
 
-torch::jit::Stack dense_stack(
-    at::TensorList params,
-    at::TensorList grads,
-    at::TensorList accumulators,
-    at::TensorList momentum_buffers,
-    at::TensorList momentum_scales,
-    at::TensorList compensations,
-    at::TensorList steps) {
-  torch::jit::Stack stack;
-  for (const at::TensorList& list :
-       {params,
-        grads,
-        accumulators,
-        momentum_buffers,
-        momentum_scales,
-        compensations,
-        steps}) {
-    stack.emplace_back(list.vec());
-  }
-  return stack;
-}
-
 } // namespace
 
 void sm3_update_(
@@ -73,16 +53,17 @@ void sm3_update_(
     at::TensorList steps,
     double lr,
     const SM3UpdateOptions& options) {
-  torch::jit::Stack stack = dense_stack(
-      params,
-      grads,
-      accumulators,
-      momentum_buffers,
-      momentum_scales,
-      compensations,
-      steps);
-  stack.emplace_back(lr);
-  call("torch_sm3::sm3_update_", "", std::move(stack), options);
+  call(
+      "torch_sm3::sm3_update_",
+      {params.vec(),
+       grads.vec(),
+       accumulators.vec(),
+       momentum_buffers.vec(),
+       momentum_scales.vec(),
+       compensations.vec(),
+       steps.vec()},
+      lr,
+      options);
 }
 
 void sm3_update_(
@@ -95,16 +76,17 @@ void sm3_update_(
     at::TensorList steps,
     const at::Tensor& lr,
     const SM3UpdateOptions& options) {
-  torch::jit::Stack stack = dense_stack(
-      params,
-      grads,
-      accumulators,
-      momentum_buffers,
-      momentum_scales,
-      compensations,
-      steps);
-  stack.emplace_back(lr);
-  call("torch_sm3::sm3_update_", "tensor_lr", std::move(stack), options);
+  call(
+      "torch_sm3::sm3_update_",
+      {params.vec(),
+       grads.vec(),
+       accumulators.vec(),
+       momentum_buffers.vec(),
+       momentum_scales.vec(),
+       compensations.vec(),
+       steps.vec()},
+      lr,
+      options);
 }
 
 void sm3_sparse_update_(
@@ -118,14 +100,8 @@ void sm3_sparse_update_(
     const SM3UpdateOptions& options) {
   call(
       "torch_sm3::sm3_sparse_update_",
-      "",
-      {param,
-       indices,
-       values,
-       accumulators.vec(),
-       compensations.vec(),
-       step,
-       lr},
+      {param, indices, values, accumulators.vec(), compensations.vec(), step},
+      lr,
       options);
 }
 
@@ -140,14 +116,8 @@ void sm3_sparse_update_(
     const SM3UpdateOptions& options) {
   call(
       "torch_sm3::sm3_sparse_update_",
-      "tensor_lr",
-      {param,
-       indices,
-       values,
-       accumulators.vec(),
-       compensations.vec(),
-       step,
-       lr},
+      {param, indices, values, accumulators.vec(), compensations.vec(), step},
+      lr,
       options);
 }
 
