@@ -6,7 +6,7 @@
 /// share a CallState, which keeps the final streams once and a cursor for each
 /// running backward pass: the streams as they were after some step. A node
 /// moves the cursor to its own step, so the order in which autograd runs the
-/// nodes affects speed only. The twin of torch_sm3/_reversible_node.py.
+/// nodes affects speed only. The twin of torch_sm3/reversible/_node.py.
 
 #include <replay.h>
 #include <scripted.h>

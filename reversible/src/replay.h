@@ -3,7 +3,7 @@
 
 /// \file
 /// What F's recompute must see again: generators, autocast, training flags,
-/// buffers and weights. The twin of torch_sm3/_reversible_replay.py.
+/// buffers and weights. The twin of torch_sm3/reversible/_replay.py.
 
 #include <scripted.h>
 

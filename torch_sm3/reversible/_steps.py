@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_sm3 import _ops
-from torch_sm3._reversible_replay import Learned
+from torch_sm3.reversible._replay import Learned
 
 
 class Side:

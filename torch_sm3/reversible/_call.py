@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
 
-from torch_sm3._reversible_node import HalfNode, Recorded, WholeNode
-from torch_sm3._reversible_replay import GeneratorStates, Inventory, Replay
-from torch_sm3._reversible_steps import (
+from torch_sm3.reversible._node import HalfNode, Recorded, WholeNode
+from torch_sm3.reversible._replay import GeneratorStates, Inventory, Replay
+from torch_sm3.reversible._steps import (
     Half,
     Permute,
     Side,

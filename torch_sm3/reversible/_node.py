@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from torch_sm3 import _ops
-from torch_sm3._reversible_replay import Replay
-from torch_sm3._reversible_steps import Half, Whole, is_stream
+from torch_sm3.reversible._replay import Replay
+from torch_sm3.reversible._steps import Half, Whole, is_stream
 
 if TYPE_CHECKING:
-    from torch_sm3._reversible_call import Call, Cursor
+    from torch_sm3.reversible._call import Call, Cursor
 
 
 class Recorded:
