@@ -24,6 +24,7 @@ OPERATORS = {
     "reversible_begin": ["CompositeImplicitAutograd"],
     "reversible_end": ["CompositeImplicitAutograd"],
     "reversible_half_residual": ["CompositeImplicitAutograd"],
+    "reversible_remember": ["CompositeImplicitAutograd"],
     "reversible_sub": ["CPU", "CUDA", "Meta", "Autograd"],
     "sm3_accumulators": ["CompositeExplicitAutograd"],
     "sm3_maxima": ["CPU", "CUDA", "Meta"],
