@@ -41,3 +41,13 @@ class Reversal:
 
     def reverse(self, stack, grads, needs, aux_grads, last):
         return self._run.reverse_and_grad(stack, grads)
+
+
+def pieces(layer, side):
+    block = layer.module
+
+    def call(run, items):
+        top = run(*items[: block.n_in], **side)
+        return [*top, *items[block.n_in :]]
+
+    return [(block, call)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -92,9 +93,18 @@ class ChunkedRows(nn.Module):
         """Return what the layers return, with the leading shape of the rows."""
         lead = stack[0].shape[:-1]
         rows = [_as_rows(item, lead) for item in stack]
+        if isinstance(stack[0], FakeTensor):
+            result = self._first_for_all(rows)
+            return result.view(*lead, *result.shape[1:])
         parameters = [p for p in self.parameters() if p.requires_grad]
         result = _Chunks.apply(self, len(rows), *rows, *parameters)
         return result.view(*lead, *result.shape[1:])
+
+    def _first_for_all(self, rows: list[Tensor]) -> Tensor:
+        """Run one chunk where only shapes count: there is one at a time."""
+        (one,) = self.call([row[: self.chunk_size] for row in rows])
+        rest = len(rows[0]) - len(one)
+        return torch.cat([one, one.new_zeros(rest, *one.shape[1:])])
 
     def call(self, rows: list[Any]) -> list[Any]:
         """Run the layers on one chunk."""

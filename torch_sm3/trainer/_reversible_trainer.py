@@ -19,7 +19,7 @@ from torch_sm3.trainer._base import (
     default_device,
 )
 from torch_sm3.trainer._batch import Microbatch
-from torch_sm3.trainer._contract import Contract, contract_of
+from torch_sm3.trainer._contract import Contract, Terms, contract_of
 from torch_sm3.trainer._evaluate import evaluate
 from torch_sm3.trainer._layers import Blocks, Layer, Model
 from torch_sm3.trainer._logging import StepLog
@@ -186,16 +186,18 @@ class ReversibleTrainer(TrainerBase):
                 shapes and dtypes are looked at.
 
         Returns:
-            Bytes by term, and their ``total``.
+            Bytes by term; their sum is the bound.
         """
-        return contract_of(
-            self._plan,
-            batch_signature,
+        terms = Terms(
+            exact=self._plan.exact,
+            offloads=self._plan.place.offloads,
             n_microbatches=self._n_microbatches,
             n_prefetch=self._n_prefetch,
             n_async=self._n_async,
             two_passes=self._needs_norm() and not self._parks,
         )
+        plan = self._plan
+        return contract_of(plan.model, plan.side, plan.device, batch_signature, terms)
 
     def _needs_norm(self) -> bool:
         """Tell whether no layer can be updated before all gradients were seen."""
