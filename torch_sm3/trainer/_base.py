@@ -211,9 +211,7 @@ class TrainerBase:
         """Leave the trainer's process group; also done at garbage collection."""
         self._reducer.close()
 
-    def _prepare(
-        self, name: str, batch: Any, rng: Any
-    ) -> tuple[list[Microbatch], int]:
+    def _prepare(self, name: str, batch: Any, rng: Any) -> tuple[list[Microbatch], int]:
         op = f"{self._op}.{name}"
         stack = as_stack(op, batch)
         if self._batch_is_global:

@@ -125,9 +125,7 @@ class _Follower:
             self._sizes.streams = max(self._sizes.streams, streams)
         return self._sizes
 
-    def _standard(
-        self, layer: Layer, stack: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
+    def _standard(self, layer: Layer, stack: list[Any]) -> tuple[list[Any], list[Any]]:
         group = layer.module
         assert isinstance(group, StandardLayers)
         result: list[Any] = []
@@ -147,27 +145,31 @@ class _Follower:
     def _reversible(self, layer: Layer, stack: list[Any]) -> list[Any]:
         places = self._side.of(layer, stack)
         side = {name: stack[place] for name, place in places.items()}
-        result = stack
-        for module, call in pieces(layer, side):
-            weights = self._shapes.weights(module)
+        for module in pieces(layer):
+            stack = self._piece(layer, module, stack, side)
+        return stack
 
-            def run(
-                items: Sequence[Any],
-                module: nn.Module = module,
-                weights: dict[str, Tensor] = weights,
-                call: Callable[..., Any] = call,
-            ) -> list[Any]:
-                nonlocal result
-                result = call(lambda *a, **k: functional_call(module, weights, a, k), items)
-                return result
+    def _piece(
+        self,
+        layer: Layer,
+        module: nn.Module,
+        stack: list[Any],
+        side: dict[str, Any],
+    ) -> list[Any]:
+        weights = self._shapes.weights(module)
+        result: list[Any] = []
 
-            self._measure(layer, run, result)
-            changed = [o for o in result if _moves(o)]
-            if self._terms.exact == "sidecar":
-                n = sum(o.numel() for o in changed[: layer.module.n_out]) / 2
-                self._sizes.sidecars += n * _SIDECAR_BITS / 8
-            result = [_afresh(item) for item in result]
-        return result
+        def run(items: Sequence[Any]) -> list[Any]:
+            nonlocal result
+            result = functional_call(module, weights, tuple(items), side)
+            return result
+
+        self._measure(layer, run, stack)
+        known = set(map(id, stack))
+        if self._terms.exact == "sidecar":
+            new = sum(x.numel() for x in result if _moves(x) and id(x) not in known)
+            self._sizes.sidecars += new * _SIDECAR_BITS / 8
+        return [_afresh(item) for item in result]
 
     def _loss(self, layer: Layer, stack: list[Any]) -> None:
         weights = self._shapes.weights(layer.module)

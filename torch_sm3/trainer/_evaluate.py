@@ -28,7 +28,9 @@ def evaluate(plan: Plan, stack: Sequence[Any], seed: int, microbatch: int) -> An
                 items = plan.entry.quantized(layer, items)
                 places = plan.side.of(layer, items)
                 side = {name: items[place] for name, place in places.items()}
-                items, more = Reversal(layer, plan.exact).forward(items, side)
+                needs = [False] * len(items)
+                run = Reversal(layer, plan.exact)
+                items, more = run.forward(items, side, needs)
                 aux += more
             else:
                 result = loss_call(layer, [*items, *aux])

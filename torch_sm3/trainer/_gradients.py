@@ -28,30 +28,6 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
-def vjp(
-    outputs: Sequence[Any], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Return the gradients of ``inputs``, None where nothing reaches one.
-
-    Args:
-        outputs: stack items that were computed with grad.
-        grads: a cotangent for each, or None.
-        inputs: tensors that require grad.
-    """
-    pairs = [
-        (output, grad)
-        for output, grad in zip(outputs, grads, strict=True)
-        if grad is not None and is_floating(output) and output.requires_grad
-    ]
-    if not pairs or not inputs:
-        return [None] * len(inputs)
-    outputs, cotangents = zip(*pairs, strict=True)
-    with without_autocast():
-        return list(
-            torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
-        )
-
-
 def add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     """Return the sum of two gradients, in the order in which autograd adds them."""
     if total is None or grad is None:
@@ -97,23 +73,33 @@ class Gradients:
             if key in self._tied:
                 held = self._held.setdefault(key, [None] * self._n)
                 held[microbatch] = add(held[microbatch], _own(grad, parameter, used))
-            elif key in self._sums:
-                self._sums[key] += grad
             else:
-                self._sums[key] = _own(grad, parameter, used)
+                own = _own(_hooked(parameter, grad), parameter, used)
+                total = self._sums.get(key)
+                self._sums[key] = own if total is None else total.add_(own)
             used.add(_memory(grad))
 
     def take(self, layer: Layer) -> list[Tensor | None]:
         """Hand over the gradients of the parameters that a layer owns."""
-        return [self._take(id(parameter)) for parameter in layer.owned]
+        return [self._take(parameter) for parameter in layer.trainable]
 
-    def _take(self, key: int) -> Tensor | None:
+    def _take(self, parameter: nn.Parameter) -> Tensor | None:
+        key = id(parameter)
         if key not in self._held:
             return self._sums.pop(key, None)
         total: Tensor | None = None
         for grad in self._held.pop(key):
-            total = add(total, grad)
+            total = add(total, None if grad is None else _hooked(parameter, grad))
         return total
+
+
+def _hooked(parameter: Tensor, grad: Tensor) -> Tensor:
+    """Return what the tensor hooks of a parameter make of its complete gradient."""
+    hooks: dict[int, Any] = parameter._backward_hooks or {}
+    for hook in list(hooks.values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
 
 
 def _memory(tensor: Tensor) -> int:

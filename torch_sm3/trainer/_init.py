@@ -139,7 +139,9 @@ class _Maker:
         fresh = {owner for owner in order if self._materialise(owner)}
         filled: set[nn.Module] = set()
         for owner in order:
-            reset = next((getattr(owner, r) for r in _RESETS if hasattr(owner, r)), None)
+            reset = next(
+                (getattr(owner, r) for r in _RESETS if hasattr(owner, r)), None
+            )
             if reset is not None and not fresh.isdisjoint(owner.modules()):
                 reset()
                 filled.update(owner.modules())
@@ -209,7 +211,9 @@ def _learn_shapes(
     on_meta = all(p.is_meta for p in module.parameters())
     where = torch.device("meta") if on_meta else device
     inputs = [
-        torch.zeros(x.shape, dtype=x.dtype, device=where) if isinstance(x, Tensor) else x
+        torch.zeros(x.shape, dtype=x.dtype, device=where)
+        if isinstance(x, Tensor)
+        else x
         for x in stack[: n_in(module)]
     ]
     flags = {m: m.training for m in module.modules()}

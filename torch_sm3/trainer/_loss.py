@@ -142,9 +142,7 @@ class _Chunks(Function):
     """One node for all chunks, so that a parameter's gradient is summed in order."""
 
     @staticmethod
-    def forward(
-        ctx: Any, module: ChunkedRows, n_rows: int, *tensors: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, module: ChunkedRows, n_rows: int, *tensors: Tensor) -> Tensor:
         rows, parameters = tensors[:n_rows], tensors[n_rows:]
         reruns = module.reruns(len(rows[0]))
         parts = [row.split(module.chunk_size) for row in rows]

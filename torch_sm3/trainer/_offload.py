@@ -32,9 +32,7 @@ class Carrier:
 
     def home(self, tensor: Tensor) -> Tensor:
         """Return a place on the host for a tensor, pinned for a CUDA device."""
-        return torch.empty_like(
-            tensor.detach(), device="cpu", pin_memory=self._on_cuda
-        )
+        return torch.empty_like(tensor.detach(), device="cpu", pin_memory=self._on_cuda)
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the host, pinned for a CUDA device."""

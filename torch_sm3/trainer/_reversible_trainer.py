@@ -21,6 +21,7 @@ from torch_sm3.trainer._base import (
 from torch_sm3.trainer._batch import Microbatch
 from torch_sm3.trainer._contract import Contract, Terms, contract_of
 from torch_sm3.trainer._evaluate import evaluate
+from torch_sm3.trainer._exact import check_exact
 from torch_sm3.trainer._layers import Blocks, Layer, Model
 from torch_sm3.trainer._logging import StepLog
 from torch_sm3.trainer._offload import Carrier, HostOffload, Resident, defragment
@@ -150,6 +151,7 @@ class ReversibleTrainer(TrainerBase):
         self._n_prefetch = n_prefetch_layers
         self._defragments = free_accelerator_on_step
         self._parks = clip_strategy == "host_grads"
+        check_exact(model, exact)
         attach(op, model, optimizer_fn)
         super().__init__(
             model.layers,
@@ -225,6 +227,7 @@ class ReversibleTrainer(TrainerBase):
                     self._parking(walk, scale, updates, parts)
                 else:
                     self._pass(walk, parts, partial(self._update, updates, True))
+                updates.stats |= walk.drift
                 return [one.loss for one in walk.tracks if one.loss is not None]
         finally:
             self._plan.place.finish()
@@ -332,4 +335,6 @@ class ReversibleTrainer(TrainerBase):
 def _check_word(op: str, argument: str, word: str, known: tuple[str, ...]) -> None:
     if word not in known:
         shown = ", ".join(repr(one) for one in known)
-        raise ValueError(f"{op}: expected {shown}, but got {word!r} (argument '{argument}')")
+        raise ValueError(
+            f"{op}: expected {shown}, but got {word!r} (argument '{argument}')"
+        )

@@ -125,9 +125,7 @@ def peak_of_product(run: Callable[[], Sequence[Any]], known: Iterable[Any]) -> i
     meter.know(known)
     with meter, torch.enable_grad():
         outputs = [
-            item
-            for item in run()
-            if isinstance(item, Tensor) and item.requires_grad
+            item for item in run() if isinstance(item, Tensor) and item.requires_grad
         ]
         if outputs:
             leaves = _leaves(outputs)

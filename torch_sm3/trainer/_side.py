@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_sm3.reversible import Block
+from torch_sm3.reversible._moves import Move
+from torch_sm3.reversible._side import Side
 from torch_sm3.trainer._layers import Layer, Model
 
 
@@ -23,9 +25,7 @@ class SideItems:
         TypeError: for a name that no reversible layer takes.
     """
 
-    def __init__(
-        self, op: str, model: Model, places: Mapping[str, int] | None
-    ) -> None:
+    def __init__(self, op: str, model: Model, places: Mapping[str, int] | None) -> None:
         self._op = op
         self._places = dict(places or {})
         for name, place in self._places.items():
@@ -75,8 +75,6 @@ class SideItems:
 
 def side_names(block: Block, places: Mapping[str, int]) -> set[str]:
     """Return the names of side context that a block takes."""
-    from torch_sm3.reversible._steps import Permute, Side
-
     side = Side(dict(places))
-    steps = [step for step in block._steps() if not isinstance(step, Permute)]
+    steps = [step for step in block._steps() if not isinstance(step, Move)]
     return {name for step in steps for names in step.side_names(side) for name in names}

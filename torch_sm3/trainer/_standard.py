@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_sm3.reversible._ledger import Ledger, Options, Stats
+from torch_sm3.reversible._remember import Memory
 from torch_sm3.reversible._replay import Inventory, Learned, Replay
-from torch_sm3.trainer._gradients import is_floating, vjp
+from torch_sm3.reversible._side import Side
+from torch_sm3.reversible._vjp import vjp
+from torch_sm3.trainer._gradients import is_floating, without_autocast
 
 
 class Rerun:
@@ -35,6 +39,8 @@ class Rerun:
     ) -> None:
         self._function = function
         self._replay = Replay(name, layers, Inventory(layers), learned)
+        self._memory = Memory(name)
+        self._remembered: list[Tensor] = []
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -49,14 +55,18 @@ class Rerun:
             with_grad: build a graph.
         """
         tensors = [item for item in inputs if isinstance(item, Tensor)]
-        with torch.set_grad_enabled(with_grad):
-            return self._replay.first(
+        ledger = Ledger(Side({}), Options(), Stats())
+        with torch.set_grad_enabled(with_grad), self._memory.recording(ledger):
+            result = self._replay.first(
                 lambda: self._function(list(inputs)), tensors, {}
             )
+        self._remembered = ledger.take()
+        return result
 
     def again(self, inputs: Sequence[Any]) -> list[Any]:
         """Run the function with grad on what :func:`track` returned."""
-        with self._replay.again(), torch.enable_grad():
+        recalled = self._memory.recalling(self._remembered)
+        with self._replay.again(), recalled, torch.enable_grad():
             return self._function(list(inputs))
 
     def product(
@@ -75,17 +85,27 @@ class Rerun:
         Returns:
             Gradients of the inputs, and of parameters where there is one.
         """
-        places = [
-            i
-            for i, item in enumerate(tracked)
-            if isinstance(item, Tensor) and item.requires_grad
-        ]
+        inputs = [item for item in tracked if isinstance(item, Tensor)]
+        needs = [item.requires_grad for item in inputs]
         parameters = self.parameters
-        found = vjp(outputs, grads, [*(tracked[i] for i in places), *parameters])
-        result: list[Tensor | None] = [None] * len(tracked)
-        for place, grad in zip(places, found, strict=False):
-            result[place] = grad
-        rest = zip(parameters, found[len(places) :], strict=True)
+        values = [item if is_floating(item) else None for item in outputs]
+        pairs = [
+            (value, grad)
+            for value, grad in zip(values, grads, strict=True)
+            if value is not None
+        ]
+        saved = self._memory.differentiating(self._remembered)
+        with without_autocast(), saved:
+            found = vjp(
+                self._replay,
+                [value for value, _ in pairs],
+                [grad for _, grad in pairs],
+                [*inputs, *parameters],
+                [*needs, *([True] * len(parameters))],
+            )
+        each = iter(found)
+        result = [next(each) if isinstance(x, Tensor) else None for x in tracked]
+        rest = zip(parameters, each, strict=True)
         return result, {p: grad for p, grad in rest if grad is not None}
 
 

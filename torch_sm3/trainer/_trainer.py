@@ -16,6 +16,7 @@ from torch_sm3.trainer._base import (
     default_device,
 )
 from torch_sm3.trainer._batch import Microbatch
+from torch_sm3.trainer._exact import check_exact
 from torch_sm3.trainer._gradients import without_autocast
 from torch_sm3.trainer._layers import Blocks, Layer, Model
 from torch_sm3.trainer._logging import StepLog
@@ -144,6 +145,7 @@ class Trainer(TrainerBase):
         model = Model(op, blocks, loss_layer)
         where = default_device(model.modules, device)
         check_devices(op, model.modules, where, or_host=False)
+        check_exact(model, exact)
         attach(op, model, optimizer_fn)
         self = cls.__new__(cls)
         store = Store(model, exact, SideItems(op, model, side), where)
@@ -214,4 +216,10 @@ class Trainer(TrainerBase):
                 parameter.grad = None
 
     def _finished(self, stats: dict[str, Any], loss: Tensor) -> dict[str, Any]:
-        return super()._finished(stats, loss) if self._prefixed else stats | {"loss": loss}
+        if not self._prefixed:
+            return stats | {"loss": loss}
+        for layer in self._layers:
+            if layer.monitor is not None:
+                # Nothing is rebuilt, so nothing drifts.
+                stats[f"layer{layer.index}/drift"] = torch.zeros((), dtype=torch.double)
+        return super()._finished(stats, loss)

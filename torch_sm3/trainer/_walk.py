@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torch_sm3.trainer._base import checked_loss
@@ -66,9 +67,7 @@ class _Standard:
 class _Reversible:
     """One call of a reversible layer."""
 
-    def __init__(
-        self, run: Reversal, needs: list[bool], side: dict[int, Any]
-    ) -> None:
+    def __init__(self, run: Reversal, needs: list[bool], side: dict[int, Any]) -> None:
         self.run = run
         self.needs = needs
         #: By place in the stack, as leaves.
@@ -101,6 +100,8 @@ class Track:
         self.stack = stack
         self.grads: list[Tensor | None] = []
         self.loss: Tensor | None = None
+        #: Largest relative difference of rebuilt streams, of monitored layers.
+        self.drift: dict[int, Tensor] = {}
 
     @property
     def held(self) -> list[Any]:
@@ -148,10 +149,10 @@ class Track:
         }
         run = Reversal(layer, plan.exact)
         side = {name: leaves[place] for name, place in places.items()}
-        after, aux = run.forward(before, side)
+        after, aux = run.forward(before, side, self._needs)
         plan.side.check(layer, before, after)
         self._calls[layer.index] = _Reversible(run, self._needs, leaves)
-        self._needs = _spread(layer, before, after, self._needs)
+        self._needs = run.needs
         self.stack = after
         if aux:
             self._aux.append((layer.index, aux))
@@ -204,7 +205,7 @@ class Track:
         call = self._calls.pop(layer.index) if last else self._calls[layer.index]
         if isinstance(call, _Standard):
             return self._reverse_standard(call)
-        return self._reverse_reversible(layer, call, last)
+        return self._reverse_reversible(layer, call)
 
     def _reverse_standard(self, call: _Standard) -> dict[nn.Parameter, Tensor]:
         inputs = [self._plan.place.back(item) for item in call.kept]
@@ -221,14 +222,16 @@ class Track:
         return by_parameter
 
     def _reverse_reversible(
-        self, layer: Layer, call: _Reversible, last: bool
+        self, layer: Layer, call: _Reversible
     ) -> dict[nn.Parameter, Tensor]:
         aux_grads = self._aux_grads.get(layer.index, [])
         self.stack, grads, side, by_parameter = call.run.reverse(
-            self.stack, self.grads, call.needs, aux_grads, last
+            self.stack, self.grads, aux_grads
         )
         for place, leaf in call.side.items():
             grads[place] = add(grads[place], side.get(id(leaf)))
+        if call.run.drift is not None:
+            self.drift[layer.index] = call.run.drift
         needed = zip(grads, call.needs, strict=True)
         self.grads = [grad if need else None for grad, need in needed]
         return by_parameter
@@ -245,18 +248,6 @@ class Track:
 
 def _loss_function(layer: Layer) -> Callable[[list[Any]], list[Any]]:
     return lambda items: as_items(layer.module(*items))
-
-
-def _spread(
-    layer: Layer, before: Sequence[Any], after: Sequence[Any], needs: Sequence[bool]
-) -> list[bool]:
-    """Return which items require grad after a reversible layer."""
-    old = {id(item): need for item, need in zip(before, needs, strict=True)}
-    changed = any(p.requires_grad for p in layer.parameters) or any(needs)
-    return [
-        old[id(item)] if id(item) in old else changed and is_floating(item)
-        for item in after
-    ]
 
 
 class Walk:
@@ -292,6 +283,16 @@ class Walk:
     def held(self) -> list[Any]:
         """All stack items that the step keeps."""
         return [item for one in self.tracks for item in one.held]
+
+    @property
+    def drift(self) -> dict[str, Tensor]:
+        """Stats of the layers that a monitor watches."""
+        found: dict[str, Tensor] = {}
+        for one in self.tracks:
+            for index, value in one.drift.items():
+                key = f"layer{index}/drift"
+                found[key] = torch.maximum(found.get(key, value), value)
+        return found
 
     def forward(self, two_passes: bool) -> None:
         """Run all layers but the loss."""

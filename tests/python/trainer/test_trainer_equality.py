@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-
 from helpers.trainer_models import (
     adamw,
     assert_equal,

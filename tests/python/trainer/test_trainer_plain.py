@@ -112,9 +112,7 @@ def plain_model(built):
             else:
                 x1, x2 = x2, x1
 
-    parameters = {
-        id(p): p for layer in layers for p in layer.parameters()
-    }
+    parameters = {id(p): p for layer in layers for p in layer.parameters()}
     return run, list(parameters.values()), layers
 
 
@@ -147,9 +145,7 @@ def test_layers_are_the_plain_loop(kind, n, limit, scales):
         )
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     for one, other in zip(trainer_layers, layers, strict=True):
-        pairs = zip(
-            one.state_dict().values(), other.state_dict().values(), strict=True
-        )
+        pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
         for a, b in pairs:
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
