@@ -103,7 +103,7 @@ class Head(nn.Module):
 
 
 def build(seed: int = 0, tied: bool = True) -> tuple[Any, nn.Module]:
-    """Two blocks and a loss: dropout everywhere, buffers, tied weights, side context."""
+    """Two blocks and a loss with dropout, buffers, tied weights and side context."""
     torch.manual_seed(seed)
     weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH) / 3)
     head = weight if tied else nn.Parameter(torch.randn(VOCABULARY, WIDTH) / 3)

@@ -98,3 +98,50 @@ def plain_step(
     for parameter in parameters:
         parameter.grad = None
     return total
+
+
+def layered(
+    built: Any, seed: int
+) -> tuple[
+    Callable[[Sequence[Tensor], int], Tensor], list[Tensor], list[torch.nn.Module]
+]:
+    """The layered model of the tests by its maths.
+
+    Args:
+        built: blocks and loss layer.
+        seed: of the step on a rank; each layer runs under its own.
+
+    Returns:
+        The loss of a microbatch given its number, all parameters, all layers.
+    """
+    ((embed,), first), ((between,), second) = built[0]
+    layers = [embed, *first, between, *second, built[1]]
+
+    def run(part: Sequence[Tensor], microbatch: int) -> Tensor:
+        def enter(i: int) -> None:
+            torch.manual_seed(fold(fold(seed, i), microbatch))
+
+        def call(function: Any, x: Tensor) -> Tensor:
+            masked = type(function).__name__ == "Masked"
+            return function(x, mask=mask, memory=memory) if masked else function(x)
+
+        tokens, mask, targets, weights = part
+        enter(0)
+        x1, x2, memory = embed(tokens)
+        for i, layer in enumerate(layers[1:-1], 1):
+            enter(i)
+            kind = type(layer).__name__
+            if kind == "Between":
+                x1, x2 = layer(x1, x2)
+            elif kind == "AdditiveCoupling":
+                x1 = x1 + call(layer.F, x2)
+                x2 = x2 + call(layer.G, x1)
+            elif kind == "HalfResidual":
+                x1 = x1 + layer.layers[0](x2, memory)
+            else:
+                x1, x2 = x2, x1
+        enter(len(layers) - 1)
+        return layers[-1](x1, x2, memory, mask, targets, weights)
+
+    parameters = {id(p): p for layer in layers for p in layer.parameters()}
+    return run, list(parameters.values()), layers

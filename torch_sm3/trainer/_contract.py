@@ -238,7 +238,8 @@ def _future_states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
             param.grad = torch.empty_like(param)
         groups.append({**group, "params": params})
     try:
-        twin = type(optimizer)(groups)
+        kind: Any = type(optimizer)
+        twin = kind(groups)
         twin.step()
     except (TypeError, RuntimeError) as error:
         raise RuntimeError(

@@ -175,8 +175,9 @@ class Reversal:
                 tuple(leaves[i * share : (i + 1) * share]) for i in range(len(steps))
             ]
             joined = tree_leaves(block._join_aux(found))
-        pairs = [(j, g) for j, g in zip(joined, grads, strict=True) if g is not None]
-        outputs, given = zip(*pairs, strict=True)
+        both = zip(joined, grads, strict=True)
+        known = [(item, grad) for item, grad in both if grad is not None]
+        outputs, given = zip(*known, strict=True)
         return list(torch.autograd.grad(outputs, leaves, given, allow_unused=True))
 
 

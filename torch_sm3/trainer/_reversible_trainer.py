@@ -172,7 +172,7 @@ class ReversibleTrainer(TrainerBase):
 
     @property
     def all_layers(self) -> list[nn.Module]:
-        """All layers from the input side: standard ones of a block as one, loss last."""
+        """All layers from the input side; the standard ones of a block are one."""
         return self._model.modules
 
     @property

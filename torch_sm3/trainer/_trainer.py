@@ -64,7 +64,8 @@ class Trainer(TrainerBase):
         ...         return super().forward(x).square().mean()
         >>> model = Squares(4, 2)
         >>> trainer = Trainer(model, torch_sm3.SM3(model.parameters()))
-        >>> losses = [float(trainer.one_step(torch.ones(3, 4), rng=i)[0]) for i in range(9)]
+        >>> x = torch.ones(3, 4)
+        >>> losses = [float(trainer.one_step(x, rng=i)[0]) for i in range(9)]
         >>> losses[-1] < losses[0]
         True
     """

@@ -3,8 +3,8 @@
 
 import pytest
 import torch
-from helpers.trainer_models import assert_equal, batch, build, make
-from reference.trainer_oracle import fold, plain_step
+from helpers.trainer_models import assert_equal, batch, build, make, sm3
+from reference.trainer_oracle import fold, layered, plain_step
 from torch import nn
 
 from torch_sm3.trainer import Trainer
@@ -85,41 +85,6 @@ def test_trainer_is_the_plain_loop(n, limit, scales):
         assert trainer._scaler.get_scale() == their_scaler.get_scale() == 512.0
 
 
-def plain_model(built):
-    """The layered model by its maths, each layer under its seed."""
-    ((embed,), first), ((between,), second) = built[0]
-    layers = [embed, *first, between, *second, built[1]]
-
-    def run(part, microbatch):
-        def seeds(i):
-            torch.manual_seed(fold(fold(fold(SEED, 0), i), microbatch))
-
-        tokens, mask, targets, weights = part
-        seeds(0)
-        x1, x2, memory = embed(tokens)
-        side = {"mask": mask, "memory": memory}
-        for i, layer in enumerate(layers[1:], 1):
-            seeds(i)
-            if layer is between:
-                x1, x2 = between(x1, x2)
-            elif layer is built[1]:
-                return layer(x1, x2, memory, mask, targets, weights)
-            elif type(layer).__name__ == "AdditiveCoupling":
-                x1 = x1 + call(layer.F, x2, side)
-                x2 = x2 + call(layer.G, x1, side)
-            elif type(layer).__name__ == "HalfResidual":
-                x1 = x1 + layer.layers[0](x2, memory)
-            else:
-                x1, x2 = x2, x1
-
-    parameters = {id(p): p for layer in layers for p in layer.parameters()}
-    return run, list(parameters.values()), layers
-
-
-def call(function, x, side):
-    return function(x, **side) if type(function).__name__ == "Masked" else function(x)
-
-
 @pytest.mark.parametrize("kind", ["store", "reversible"])
 @pytest.mark.parametrize(
     ("n", "limit", "scales"),
@@ -134,7 +99,7 @@ def test_layers_are_the_plain_loop(kind, n, limit, scales):
         clip_grad_norm=limit,
         grad_scaler=scaler(scales),
     )
-    run, parameters, layers = plain_model(built)
+    run, parameters, layers = layered(built, fold(SEED, 0))
     optimizer = make_optimizer(parameters)
     theirs = scaler(scales)
     trainer_layers = [layer.module for layer in trainer._layers]
@@ -151,8 +116,6 @@ def test_layers_are_the_plain_loop(kind, n, limit, scales):
 
 
 def make_optimizer(parameters):
-    from helpers.trainer_models import sm3
-
     optimizer = sm3(parameters)
     optimizer.param_groups[0]["lr"] = 0.05
     return optimizer
@@ -171,7 +134,7 @@ def test_reversible_row_24_update_in_backward_equals_the_plain_step(strategy, of
         offload=offload,
         grad_scaler=scaler(True),
     )
-    run, parameters, layers = plain_model(built)
+    run, parameters, layers = layered(built, fold(SEED, 0))
     optimizer, theirs = make_optimizer(parameters), scaler(True)
     for step in range(4):
         tokens, mask, targets, weights = batch(step)
