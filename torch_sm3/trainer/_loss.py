@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from torch_sm3.reversible._replay import Learned
 from torch_sm3.trainer._layers import StandardLayers
@@ -156,8 +155,12 @@ class _Chunks(Function):
         return torch.cat(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "trainer: expected a backward pass without create_graph over a chunked "
+                "loss, but got create_graph=True (argument 'loss_chunk_size')"
+            )
         (grad,) = grads
         saved = ctx.saved_tensors
         rows, parameters = saved[: ctx.n_rows], saved[ctx.n_rows :]
