@@ -2,6 +2,7 @@
 """Reversible blocks: activations are rebuilt in the backward pass, not stored."""
 
 from torch_sm3.reversible._block import Block, inverse
+from torch_sm3.reversible._check import BlockReport, Report, check_reversible
 from torch_sm3.reversible._couplings import (
     AdditiveCoupling,
     AffineCoupling,
@@ -28,6 +29,7 @@ __all__ = [
     "AdditiveCoupling",
     "AffineCoupling",
     "Block",
+    "BlockReport",
     "ConcatenatePair",
     "Drift",
     "DriftError",
@@ -38,11 +40,13 @@ __all__ = [
     "MomentumCoupling",
     "PlanEntry",
     "PrintShape",
+    "Report",
     "Reshape",
     "ReversibleSequence",
     "Select",
     "Split",
     "Swap",
+    "check_reversible",
     "inverse",
     "is_recomputing",
     "remember",
