@@ -246,7 +246,7 @@ def reversible_grid_sub(acc: Tensor, value: Tensor, bits: int) -> Tensor:
 def reversible_sidecar_encode(
     x: Tensor, estimate: Tensor, byte_capacity: int, wide_capacity: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return ``codes, bytes, wide, offsets, used``: what makes ``x`` of ``estimate``."""
+    """Return ``codes, bytes, wide, offsets, used`` that make ``x`` of ``estimate``."""
     return _ops.reversible_sidecar_encode(x, estimate, byte_capacity, wide_capacity)
 
 
