@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_sm3.reversible._attention_base import SplitAttention, merge, project
 from torch_sm3.reversible._attention_reference import self_attention
 from torch_sm3.reversible._attention_slices import Seeds, Slice
-from torch_sm3.reversible._attention_windows import Windows, fill_forbidden
+from torch_sm3.reversible._attention_windows import Windows, forbid_
 
 
 class SelfAttention(SplitAttention):
@@ -136,7 +136,7 @@ class SelfAttention(SplitAttention):
         self.share_qk = share_qk
 
     def _plan(self, x: Tensor, seeds: Seeds) -> tuple[Windows, Tensor | None]:
-        """Return the windows, and which keys of one any query may attend."""
+        """Return the windows, and which keys of one no query may attend."""
         windows = Windows(
             x.shape[1], self.chunk_len, self.n_chunks_before, self.n_chunks_after
         )
@@ -145,10 +145,10 @@ class SelfAttention(SplitAttention):
         if not (self.causal or padded or reaches_out):
             return windows, None
         queries, keys = windows.positions(x.device)
-        exists = (keys >= 0) & (keys < windows.length)
+        missing = ((keys < 0) | (keys >= windows.length))[:, None]
         if not self.causal:
-            return windows, exists[:, None]
-        return windows, exists[:, None] & (keys[:, None] <= queries[..., None])
+            return windows, missing
+        return windows, missing | (keys[:, None] > queries[..., None])
 
     def _attend(
         self,
@@ -160,7 +160,7 @@ class SelfAttention(SplitAttention):
         seeds: Seeds,
         plan: Any,
     ) -> tuple[Tensor, None]:
-        windows, allowed = plan
+        windows, forbidden = plan
         q = project(x, weights, "q") * self.d_qk**-0.5
         k = project(x, weights, "q" if self.share_qk else "k")
         v = project(x, weights, "v")
@@ -169,11 +169,11 @@ class SelfAttention(SplitAttention):
             # A forbidden value has probability 0, but 0 * inf is no number.
             visible = mask[:, None, :, None]
             k, v = k.where(visible, 0), v.where(visible, 0)
-            allowed, empty = _with_mask(windows, allowed, mask)
+            forbidden, empty = _with_mask(windows, forbidden, mask)
         q, k, v = (windows.chunks(windows.pad(item)) for item in (q, k, v))
         scores = q @ windows.neighbours(k).mT
-        if allowed is not None:
-            scores = fill_forbidden(scores, allowed)
+        if forbidden is not None:
+            forbid_(scores, forbidden)
         probs = torch.softmax(scores, -1)
         del scores
         probs = self._drop(probs, where, seeds, windows)
@@ -213,13 +213,13 @@ class SelfAttention(SplitAttention):
 
 
 def _with_mask(
-    windows: Windows, allowed: Tensor | None, mask: Tensor
+    windows: Windows, forbidden: Tensor | None, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return which keys of its window a query may attend, and whether it has none.
+    """Return which keys of its window no query may attend, and who has none at all.
 
     Shapes ``(examples, 1, n_chunks, chunk_len or 1, width)`` and the same with width 1.
     """
     keys = windows.chunks(windows.pad(mask[..., None]))
-    visible = windows.neighbours(keys)[:, None].mT
-    both = visible if allowed is None else visible & allowed
-    return both, ~both.any(-1, keepdim=True)
+    hidden = ~windows.neighbours(keys)[:, None].mT
+    both = hidden if forbidden is None else hidden | forbidden
+    return both, both.all(-1, keepdim=True)

@@ -74,6 +74,9 @@ class Windows:
         return queries, keys - self.before * self.chunk_len
 
 
-def fill_forbidden(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Give forbidden keys the lowest finite score, so that no row yields a NaN."""
-    return torch.where(allowed, scores, torch.finfo(scores.dtype).min)
+def forbid_(scores: Tensor, forbidden: Tensor) -> Tensor:
+    """Give forbidden keys the lowest finite score, so that no row yields a NaN.
+
+    In place, which autograd allows on the result of a product.
+    """
+    return scores.masked_fill_(forbidden, torch.finfo(scores.dtype).min)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_sm3.reversible._attention_base import SplitAttention, merge, project
 from torch_sm3.reversible._attention_reference import lsh_attention
 from torch_sm3.reversible._attention_slices import Seeds, Slice
-from torch_sm3.reversible._attention_windows import Windows, fill_forbidden
+from torch_sm3.reversible._attention_windows import Windows, forbid_
 from torch_sm3.reversible._lsh_buckets import (
     Order,
     SoftmaxWithLse,
@@ -241,8 +241,8 @@ class LSHSelfAttention(SplitAttention):
         keys = windows.neighbours(order.sort(k))
         scores = (order.sort(q) * self.d_qk**-0.5) @ keys.mT
         if self.n_hashes > 1:
-            scores = scores - _meetings(order, windows, scores.dtype).log_()
-        scores = fill_forbidden(scores, self._allowed(order, windows, mask))
+            scores.sub_(_meetings(order, windows).to(scores.dtype).log_())
+        forbid_(scores, self._forbidden(order, windows, mask))
         probs, lse = SoftmaxWithLse.apply(scores)
         del scores
         probs = self._drop(probs, where, seeds)
@@ -251,10 +251,10 @@ class LSHSelfAttention(SplitAttention):
         heads = (order.unsort(rounds) * share.to(v.dtype)).sum(2)
         return merge(heads, weights), buckets
 
-    def _allowed(self, order: Order, windows: Windows, mask: Tensor | None) -> Tensor:
-        """Return which keys of its window a query attends, as the scores are laid out.
+    def _forbidden(self, order: Order, windows: Windows, mask: Tensor | None) -> Tensor:
+        """Return which keys of its window a query must not attend.
 
-        The query itself only where no round shows it any other.
+        Among them is the query itself, except where no round shows it any other.
         """
         queries, keys = order.queries[..., None], order.keys
         real = torch.arange(windows.padded + 1, device=keys.device) < windows.length
@@ -267,7 +267,7 @@ class LSHSelfAttention(SplitAttention):
         allowed = others & ((keys < queries) if self.causal else (keys != queries))
         some = order.unsort_places(allowed.any(-1))
         lonely = order.at(~some.any(2), order.queries)[..., None]
-        return allowed | (lonely & (keys == queries))
+        return ~allowed & ~(lonely & (keys == queries))
 
     def _drop(self, probs: Tensor, where: Slice, seeds: Seeds) -> Tensor:
         """Drop probabilities, numbered as in the scores of all examples and heads."""
@@ -294,21 +294,27 @@ class LSHSelfAttention(SplitAttention):
         return lsh_attention(self, inputs, named, state, seeds), state
 
 
-def _meetings(order: Order, windows: Windows, dtype: torch.dtype) -> Tensor:
+def _meetings(order: Order, windows: Windows) -> Tensor:
     """Count, for each query and key of its window, the rounds in which they meet.
 
-    At least 1, and at most of the scores' size at any time.
+    At least 1, as uint8 where that is wide enough: the scores' size is what counts.
     """
     queries, keys = order.queries, order.keys
+    n_rounds = queries.shape[2]
     counts = torch.zeros(
-        *queries.shape, keys.shape[-1], dtype=dtype, device=keys.device
+        *queries.shape,
+        keys.shape[-1],
+        dtype=torch.uint8 if n_rounds < 256 else torch.int32,
+        device=keys.device,
     )
     # Keys that do not exist are in no chunk.
     chunk = torch.nn.functional.pad(
-        order.place // windows.chunk_len, (0, 1), value=windows.n_chunks * 2
+        order.place // windows.chunk_len, (0, 1), value=2 * windows.n_chunks
     )
-    for r in range(queries.shape[2]):
+    for r in range(n_rounds):
         ahead = order.at(chunk[:, :, r], keys)[..., None, :]
         own = order.at(chunk[:, :, r], queries)[..., None]
-        counts += (ahead >= own - windows.before) & (ahead <= own + windows.after)
+        meet = ahead >= own - windows.before
+        meet &= ahead <= own + windows.after
+        counts += meet
     return counts.clamp_(min=1)

@@ -169,17 +169,20 @@ class SoftmaxWithLse(Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
-        lse = torch.logsumexp(scores, -1, keepdim=True)
-        probs = (scores - lse).exp_()
-        ctx.save_for_backward(probs)
-        return probs, lse
+        # By hand: torch.logsumexp makes two more tensors of this size.
+        highest = scores.amax(-1, keepdim=True)
+        probs = (scores - highest).exp_()
+        total = probs.sum(-1, keepdim=True)
+        ctx.save_for_backward(probs.div_(total))
+        return probs, highest + total.log()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (probs,) = ctx.saved_tensors
         grad_probs, grad_lse = grads
-        shift = grad_lse - (grad_probs * probs).sum(-1, keepdim=True)
-        return (grad_probs + shift).mul_(probs)
+        grad = grad_probs * probs
+        shift = grad_lse - grad.sum(-1, keepdim=True)
+        return grad.addcmul_(probs, shift)
 
 
 def normalise(q: Tensor) -> Tensor:
