@@ -175,7 +175,7 @@ def largest(name: str, options: argparse.Namespace) -> dict[str, Any]:
     best: dict[str, Any] | None = None
     depth = guess(WAYS[name], options)
     fits, fails, stride = 0, 0, max(1, depth // 16)
-    while fails == 0 or fails - fits > 1:
+    while fails == 0 or fails - fits > (max(1, fits // 8) if options.quick else 1):
         found = attempt(name, depth, options)
         print(f"  {name}, depth {depth}: {'fits' if found else 'no'}", file=sys.stderr)
         if found:
