@@ -239,6 +239,11 @@ def reversible_sub(acc: Tensor, value: Tensor) -> Tensor:
     return _ops.reversible_sub(acc, value)
 
 
+def reversible_remember(x: Tensor, key: str) -> Tensor:
+    """Return ``x``, or what it was in the first run of a reversible block."""
+    return _ops.reversible_remember(x, key)
+
+
 def reversible_quantize(x: Tensor, bits: int) -> Tensor:
     """Return the nearest multiples of ``2**-bits``; gradients pass straight through."""
     return _ops.reversible_quantize(x, bits)
@@ -257,7 +262,7 @@ def reversible_grid_sub(acc: Tensor, value: Tensor, bits: int) -> Tensor:
 def reversible_sidecar_encode(
     x: Tensor, estimate: Tensor, byte_capacity: int, wide_capacity: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return ``codes, bytes, wide, offsets, used``: what makes ``x`` of ``estimate``."""
+    """Return ``codes, bytes, wide, offsets, used``: what ``estimate`` lacks."""
     return _ops.reversible_sidecar_encode(x, estimate, byte_capacity, wide_capacity)
 
 

@@ -2,16 +2,48 @@
 """Reversible blocks: activations are rebuilt in the backward pass, not stored."""
 
 from torch_sm3.reversible._block import Block, inverse
-from torch_sm3.reversible._couplings import AdditiveCoupling, HalfResidual
+from torch_sm3.reversible._couplings import (
+    AdditiveCoupling,
+    AffineCoupling,
+    GroupCoupling,
+    HalfResidual,
+    MomentumCoupling,
+)
+from torch_sm3.reversible._drift import Drift, DriftError, DriftMonitor
+from torch_sm3.reversible._layer import LayerRun
+from torch_sm3.reversible._plan import PlanEntry
+from torch_sm3.reversible._remember import remember
+from torch_sm3.reversible._replay import is_recomputing
 from torch_sm3.reversible._sequence import ReversibleSequence
-from torch_sm3.reversible._utilities import Select, Swap
+from torch_sm3.reversible._utilities import (
+    ConcatenatePair,
+    PrintShape,
+    Reshape,
+    Select,
+    Split,
+    Swap,
+)
 
 __all__ = [
     "AdditiveCoupling",
+    "AffineCoupling",
     "Block",
+    "ConcatenatePair",
+    "Drift",
+    "DriftError",
+    "DriftMonitor",
+    "GroupCoupling",
     "HalfResidual",
+    "LayerRun",
+    "MomentumCoupling",
+    "PlanEntry",
+    "PrintShape",
+    "Reshape",
     "ReversibleSequence",
     "Select",
+    "Split",
     "Swap",
     "inverse",
+    "is_recomputing",
+    "remember",
 ]

@@ -30,8 +30,11 @@ def philox(key: int, counter: int) -> tuple[int, int, int, int]:
     a, b, c, d = ((counter >> shift) & _WORD for shift in (0, 32, 64, 96))
     for _ in range(10):
         left, right = _MULTIPLIERS[0] * a, _MULTIPLIERS[1] * c
-        a, b, c, d = (right >> 32) ^ b ^ k0, right & _WORD, (left >> 32) ^ d ^ k1, (
-            left & _WORD
+        a, b, c, d = (
+            (right >> 32) ^ b ^ k0,
+            right & _WORD,
+            (left >> 32) ^ d ^ k1,
+            (left & _WORD),
         )
         k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
     return a, b, c, d
