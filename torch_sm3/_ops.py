@@ -32,6 +32,17 @@ def cpu_capability() -> str:
     return _ops.cpu_capability()
 
 
+def memory_meter_start() -> None:
+    """Start to meter torch's CPU memory, for this thread and those it gives work."""
+    _ops._memory_meter_start()
+
+
+def memory_meter_stop() -> tuple[int, int]:
+    """Return live bytes against those at the start, and the peak above the start."""
+    live, peak = _ops._memory_meter_stop()
+    return live, peak
+
+
 # --- SM3 -------------------------------------------------------------------
 
 
