@@ -288,8 +288,8 @@ class ReversibleSequence(Block):
             report = check_reversible(self, *stack, **side)
             if any(entry.plan == "error" for entry in report.plan):
                 raise RuntimeError(
-                    "ReversibleSequence: expected blocks that can be reversed, but got\n"
-                    f"{report.explain()}"
+                    "ReversibleSequence: expected blocks that can be reversed, but "
+                    f"got\n{report.explain()}"
                 )
             self._entries = entries_of(report.plan, self.keep_every, list(self))
         return self._entries
