@@ -183,11 +183,12 @@ def check_reversible(
             report = _Checker(block, f"block {i}", context, exact, bits).check(items)
             reports.append(report)
             if report.error:
+                reports += _unreached(blocks, i + 1)
                 break
     finally:
         world.restore()
     streams = sum(x.nbytes for x in items if is_stream(x))
-    return Report(reports, _plans(blocks, reports, streams, exact, max_rel))
+    return Report(reports, _plans(reports, streams, exact, max_rel))
 
 
 class _Checker:
@@ -316,8 +317,15 @@ def _gradients(
     return list(torch.autograd.grad(streams, wanted, cotangents, allow_unused=True))
 
 
+def _unreached(blocks: Sequence[Block], start: int) -> list[BlockReport]:
+    error = "not reached: a block before it has an error"
+    return [
+        BlockReport(f"block {i}", type(blocks[i]).__name__, error=error)
+        for i in range(start, len(blocks))
+    ]
+
+
 def _plans(
-    blocks: Sequence[Block],
     reports: Sequence[BlockReport],
     streams: int,
     exact: str,
@@ -327,9 +335,7 @@ def _plans(
     count = sum(r.n_functions for r in reports)
     stored = count * streams + sum(saved)
     short = 0 < count and stored <= 2 * streams + max(saved)
-    plans = [_plan_of(report, short, exact, max_rel) for report in reports]
-    skipped = PlanEntry("error", "a block before it has an error")
-    return plans + [skipped] * (len(blocks) - len(plans))
+    return [_plan_of(report, short, exact, max_rel) for report in reports]
 
 
 def _plan_of(report: BlockReport, short: bool, exact: str, max_rel: float) -> PlanEntry:
