@@ -213,6 +213,8 @@ class TrainerBase:
 
     def _prepare(self, name: str, batch: Any, rng: Any) -> tuple[list[Microbatch], int]:
         op = f"{self._op}.{name}"
+        # Where one autocast region spans several steps, it holds casts of old weights.
+        torch.clear_autocast_cache()
         stack = as_stack(op, batch)
         if self._batch_is_global:
             stack = part_of_rank(op, stack, self._reducer.rank, self._reducer.size)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torch_sm3.reversible import Block, ReversibleSequence
+from torch_sm3.reversible._steps import Half
 
 #: What the trainers take as a model: standard and reversible layers by turns.
 Blocks = Sequence[tuple[Sequence[nn.Module], Sequence[nn.Module]]]
@@ -190,13 +191,19 @@ def _described(block: Any) -> str:
     return type(block).__name__
 
 
+def _monitor_of(sequence: ReversibleSequence, block: Block) -> Any:
+    """Return what watches a block of a sequence, if something in it is rebuilt."""
+    halves = [step for step in block._steps() if isinstance(step, Half)]
+    return sequence.monitor if halves else None
+
+
 def _flat(
     op: str, index: int, reversible: Sequence[nn.Module]
 ) -> list[tuple[Block, Any]]:
     found: list[tuple[Block, Any]] = []
     for item in reversible:
         if isinstance(item, ReversibleSequence):
-            found += [(block, getattr(item, "monitor", None)) for block in item]
+            found += [(block, _monitor_of(item, block)) for block in item]
         elif isinstance(item, Block):
             found.append((item, None))
         else:
