@@ -228,6 +228,35 @@ def reversible_sub(acc: Tensor, value: Tensor) -> Tensor:
     return _ops.reversible_sub(acc, value)
 
 
+def reversible_quantize(x: Tensor, bits: int) -> Tensor:
+    """Return the nearest multiples of ``2**-bits``; gradients pass straight through."""
+    return _ops.reversible_quantize(x, bits)
+
+
+def reversible_grid_add(acc: Tensor, value: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return ``acc + reversible_quantize(value)`` and the largest magnitude in it."""
+    return _ops.reversible_grid_add(acc, value, bits)
+
+
+def reversible_grid_sub(acc: Tensor, value: Tensor, bits: int) -> Tensor:
+    """Return ``acc - reversible_quantize(value)``."""
+    return _ops.reversible_grid_sub(acc, value, bits)
+
+
+def reversible_sidecar_encode(
+    x: Tensor, estimate: Tensor, byte_capacity: int, wide_capacity: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return ``codes, bytes, wide, offsets, used`` that make ``x`` of ``estimate``."""
+    return _ops.reversible_sidecar_encode(x, estimate, byte_capacity, wide_capacity)
+
+
+def reversible_sidecar_decode(
+    estimate: Tensor, codes: Tensor, bytes: Tensor, wide: Tensor, offsets: Tensor
+) -> Tensor:
+    """Return the tensor that was encoded, bit for bit."""
+    return _ops.reversible_sidecar_decode(estimate, codes, bytes, wide, offsets)
+
+
 # --- pipeline --------------------------------------------------------------
 
 

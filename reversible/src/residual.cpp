@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <dense.h>
+#include <find_operator.h>
+#include <instruction_sets.h>
 #include <residual_layout.h>
-#include <torch_sm3/check.h>
+#include <scalar_kind.h>
 #include <torch_sm3/library.h>
 #include <torch_sm3/reversible/residual.h>
 
 #include <ATen/Parallel.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/real.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -29,63 +30,9 @@ bool is_accumulator(at::ScalarType type) {
   }
 }
 
-ScalarKind kind_of(at::ScalarType type) {
-  switch (type) {
-    case at::kDouble:
-      return ScalarKind::kFloat64;
-    case at::kHalf:
-      return ScalarKind::kFloat16;
-    case at::kBFloat16:
-      return ScalarKind::kBFloat16;
-    default:
-      return ScalarKind::kFloat32;
-  }
-}
-
-// A dimension of one element may have any stride.
-bool same_layout(const at::Tensor& a, const at::Tensor& b) {
-  for (int64_t d = 0; d < a.dim(); ++d) {
-    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) {
-      return false;
-    }
-  }
-  return true;
-}
-
-at::Tensor laid_out_as(
-    const at::Tensor& like,
-    const at::Tensor& tensor,
-    at::ScalarType type) {
-  if (tensor.scalar_type() == type && same_layout(like, tensor)) {
-    return tensor;
-  }
-  return at::empty_strided(
-             like.sizes(), like.strides(), tensor.options().dtype(type))
-      .copy_(tensor);
-}
-
-// Elements below which another thread costs more than it saves, as in ATen.
-constexpr int64_t kGrain = 32768;
-
-using Kernel = void (*)(const Residual&, int64_t, int64_t);
-
-Kernel choose_kernel() {
-#if defined(__x86_64__)
-  switch (cpu_capability()) {
-    case CpuCapability::kAvx512:
-      return residual_avx512;
-    case CpuCapability::kAvx2:
-      return residual_avx2;
-    default:
-      break;
-  }
-#endif
-  return residual_scalar;
-}
-
 at::Tensor
 residual_cpu(const at::Tensor& acc, const at::Tensor& value, bool subtract) {
-  static const Kernel kernel = choose_kernel();
+  static const auto kernel = TORCH_SM3_CHOOSE_KERNEL(residual);
   const ResidualLayout layout = residual_layout(acc, value, subtract);
   at::parallel_for(0, layout.count, kGrain, [&](int64_t begin, int64_t end) {
     kernel(layout.residual, begin, end);
@@ -215,24 +162,20 @@ residual_layout(const at::Tensor& acc, const at::Tensor& value, bool subtract) {
       layout.acc.const_data_ptr(),
       layout.value.const_data_ptr(),
       out.mutable_data_ptr(),
-      kind_of(real),
-      kind_of(c10::toRealValueType(layout.value.scalar_type())),
+      scalar_kind(real),
+      scalar_kind(c10::toRealValueType(layout.value.scalar_type())),
       subtract};
   layout.count = out.numel() * (acc.is_complex() ? 2 : 1);
   return layout;
 }
 
 at::Tensor reversible_add(const at::Tensor& acc, const at::Tensor& value) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("torch_sm3::reversible_add", "")
-                             .typed<Signature>();
+  static const auto op = find_operator<Signature>("torch_sm3::reversible_add");
   return op.call(acc, value);
 }
 
 at::Tensor reversible_sub(const at::Tensor& acc, const at::Tensor& value) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("torch_sm3::reversible_sub", "")
-                             .typed<Signature>();
+  static const auto op = find_operator<Signature>("torch_sm3::reversible_sub");
   return op.call(acc, value);
 }
 

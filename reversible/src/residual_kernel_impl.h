@@ -2,9 +2,10 @@
 
 /// \file
 /// Body of the CPU kernel; included by
-/// residual_kernel_{scalar,avx2,avx512}.cpp, which define TORCH_SM3_RESIDUAL,
-/// the name of the function.
+/// residual_kernel_{scalar,avx2,avx512}.cpp, which define TORCH_SM3_ISA, the
+/// end of the function's name.
 
+#include <instruction_sets.h>
 #include <residual_kernel.h>
 #include <residual_math.h>
 
@@ -23,14 +24,10 @@ void residual_range(const Residual& residual, int64_t begin, int64_t end) {
 
 } // namespace
 
-#define TORCH_SM3_PASTE_(a, b) a##b
-#define TORCH_SM3_PASTE(a, b) TORCH_SM3_PASTE_(a, b)
-
-void TORCH_SM3_PASTE(
-    residual_,
-    TORCH_SM3_ISA)(const Residual& residual, int64_t begin, int64_t end) {
-  residual_for_kind(residual.acc_kind, [&]<class A>(A*) {
-    residual_for_kind(residual.value_kind, [&]<class V>(V*) {
+void TORCH_SM3_FOR_ISA(
+    residual)(const Residual& residual, int64_t begin, int64_t end) {
+  for_kind(residual.acc_kind, [&]<class A>(A*) {
+    for_kind(residual.value_kind, [&]<class V>(V*) {
       if (residual.subtract) {
         residual_range<true, A, V>(residual, begin, end);
       } else {

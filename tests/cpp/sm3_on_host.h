@@ -7,6 +7,7 @@
 /// order of launches.
 
 #include <cuda_on_host.h>
+#include <scalar_kind.h>
 #include <sm3_pack.h>
 #include <torch_sm3/sm3.h>
 #include <sm3_order.cuh>
@@ -198,7 +199,7 @@ inline SM3Arguments arguments_of(const Problem& p, const Choice& choice) {
 
 /// A tensor as a number on the device.
 inline SM3Number number_of(const std::optional<at::Tensor>& t, double value) {
-  return t ? SM3Number{t->const_data_ptr(), 0, sm3_kind(t->scalar_type())}
+  return t ? SM3Number{t->const_data_ptr(), 0, scalar_kind(t->scalar_type())}
            : SM3Number{nullptr, value, ScalarKind::kFloat64};
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "adasum_ops.h"
+#include "scalar_kind.h"
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -31,24 +32,14 @@ std::string message(
 
 ScalarKind
 scalar_kind(c10::ScalarType dtype, const char* op, const char* argument) {
-  switch (dtype) {
-    case c10::ScalarType::Float:
-      return ScalarKind::kFloat32;
-    case c10::ScalarType::Double:
-      return ScalarKind::kFloat64;
-    case c10::ScalarType::Half:
-      return ScalarKind::kFloat16;
-    case c10::ScalarType::BFloat16:
-      return ScalarKind::kBFloat16;
-    default:
-      TORCH_CHECK_TYPE(
-          false,
-          message(
-              op,
-              "a tensor of float16, bfloat16, float32 or float64",
-              c10::toString(dtype),
-              argument));
-  }
+  TORCH_CHECK_TYPE(
+      has_scalar_kind(dtype),
+      message(
+          op,
+          "a tensor of float16, bfloat16, float32 or float64",
+          c10::toString(dtype),
+          argument));
+  return torch_sm3::scalar_kind(dtype);
 }
 
 Mode parse_mode(std::string_view mode, const char* op) {

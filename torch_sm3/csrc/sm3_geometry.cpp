@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <scalar_kind.h>
 #include <sm3_geometry.h>
 
 #include <c10/util/irange.h>
@@ -7,19 +8,6 @@
 #include <numeric>
 
 namespace torch_sm3 {
-
-ScalarKind sm3_kind(at::ScalarType type) {
-  switch (type) {
-    case at::kDouble:
-      return ScalarKind::kFloat64;
-    case at::kHalf:
-      return ScalarKind::kFloat16;
-    case at::kBFloat16:
-      return ScalarKind::kBFloat16;
-    default:
-      return ScalarKind::kFloat32;
-  }
-}
 
 SM3Strided
 sm3_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, void* data) {
@@ -59,7 +47,7 @@ SM3Strided sm3_strided(const at::Tensor& tensor) {
       tensor.sizes(),
       tensor.strides(),
       const_cast<void*>(tensor.const_data_ptr()));
-  t.kind = sm3_kind(tensor.scalar_type());
+  t.kind = scalar_kind(tensor.scalar_type());
   return t;
 }
 

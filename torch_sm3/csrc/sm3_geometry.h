@@ -43,8 +43,6 @@ SM3Strided sm3_strided(const at::Tensor& tensor);
 SM3Strided
 sm3_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, void* data);
 
-ScalarKind sm3_kind(at::ScalarType type);
-
 /// How the view is cut: `inner` axes at its end make one row.
 struct SM3Rows {
   /// Diagonal: one accumulator of full size. Rows: all elements of a row share

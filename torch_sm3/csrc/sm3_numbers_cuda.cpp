@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <sm3_geometry.h>
+#include <scalar_kind.h>
 #include <sm3_numbers_cuda.h>
 
 namespace torch_sm3 {
@@ -29,13 +29,11 @@ SM3Number SM3DeviceNumbers::of(
   }
   check(name, *tensor);
   at::Tensor number = *tensor;
-  const at::ScalarType type = number.scalar_type();
-  if (type != at::kDouble && type != at::kFloat && type != at::kHalf &&
-      type != at::kBFloat16) {
+  if (!has_scalar_kind(number.scalar_type())) {
     number = number.to(at::kDouble);
     converted_.push_back(number);
   }
-  return {number.const_data_ptr(), 0.0, sm3_kind(number.scalar_type())};
+  return {number.const_data_ptr(), 0.0, scalar_kind(number.scalar_type())};
 }
 
 } // namespace torch_sm3
