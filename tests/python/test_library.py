@@ -33,6 +33,7 @@ OPERATORS = {
     "reversible_grid_add": ["CPU", "CUDA", "Meta", "Autograd"],
     "reversible_grid_sub": ["CPU", "CUDA", "Meta", "Autograd"],
     "reversible_half_residual": ["CompositeImplicitAutograd"],
+    "reversible_identity": ["CompositeImplicitAutograd"],
     "reversible_quantize": ["CPU", "CUDA", "Meta", "Autograd"],
     "reversible_remember": ["CompositeImplicitAutograd"],
     "reversible_sidecar_decode": ["CPU", "CUDA", "Meta", "Autograd"],
