@@ -2,27 +2,17 @@
 #pragma once
 
 /// \file
-/// Which buffers a module changes, found out once for each pattern of training
-/// flags. Kept beside the modules, because nothing may be added to them.
+/// What is known of scripted modules, kept beside them, because nothing may be
+/// added to them.
 
+#include <function.h>
 #include <scripted.h>
 
-#include <optional>
-#include <vector>
+#include <memory>
 
 namespace torch_sm3::reversible {
 
-/// Returns for each buffer whether F changes it, or nothing if it has not run
-/// with these flags.
-std::optional<std::vector<bool>> learned_buffers(
-    const ObjectPtr& module,
-    const std::vector<bool>& flags,
-    size_t buffers);
-
-/// Remembers for each buffer whether F changes it.
-void learn_buffers(
-    const ObjectPtr& module,
-    const std::vector<bool>& flags,
-    std::vector<bool> changed);
+/// Returns what is known of a module; the same for as long as it lives.
+std::shared_ptr<Learned> learned_of(const ObjectPtr& module);
 
 } // namespace torch_sm3::reversible

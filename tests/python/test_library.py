@@ -12,6 +12,8 @@ from torch_sm3 import _build_info, _ops
 # Every operator of the library and the dispatch keys that it must have: the table
 # of contents. CUDA is asked for only where the build has it.
 OPERATORS = {
+    "_memory_meter_start": ["CompositeImplicitAutograd"],
+    "_memory_meter_stop": ["CompositeImplicitAutograd"],
     "adasum_all_reduce_": ["CPU", "Meta", "Autograd"],
     "adasum_all_reduce_.process_group": ["CPU", "Meta", "Autograd"],
     "adasum_coefficients": ["CPU", "CUDA", "Meta", "Autograd"],
@@ -21,7 +23,12 @@ OPERATORS = {
     "build_info": ["CompositeImplicitAutograd"],
     "cpu_capability": ["CompositeImplicitAutograd"],
     "reversible_add": ["CPU", "CUDA", "Meta", "Autograd"],
+    "reversible_affine": ["CPU", "Meta", "Autograd"],
+    "reversible_affine_backward": ["CPU", "Meta", "Autograd"],
+    "reversible_affine_inverse": ["CPU", "Meta", "Autograd"],
     "reversible_begin": ["CompositeImplicitAutograd"],
+    "reversible_checksum": ["CPU", "Meta", "Autograd"],
+    "reversible_dropout": ["CPU", "Meta", "Autograd"],
     "reversible_end": ["CompositeImplicitAutograd"],
     "reversible_grid_add": ["CPU", "Meta", "Autograd"],
     "reversible_grid_sub": ["CPU", "Meta", "Autograd"],

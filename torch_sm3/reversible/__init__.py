@@ -3,6 +3,7 @@
 
 from torch_sm3.reversible._attention import SelfAttention
 from torch_sm3.reversible._block import Block, inverse
+from torch_sm3.reversible._check import BlockReport, Report, check_reversible
 from torch_sm3.reversible._counter_dropout import CounterDropout
 from torch_sm3.reversible._couplings import (
     AdditiveCoupling,
@@ -31,6 +32,7 @@ __all__ = [
     "AdditiveCoupling",
     "AffineCoupling",
     "Block",
+    "BlockReport",
     "ConcatenatePair",
     "CounterDropout",
     "Drift",
@@ -43,12 +45,14 @@ __all__ = [
     "MomentumCoupling",
     "PlanEntry",
     "PrintShape",
+    "Report",
     "Reshape",
     "ReversibleSequence",
     "Select",
     "SelfAttention",
     "Split",
     "Swap",
+    "check_reversible",
     "inverse",
     "is_recomputing",
     "remember",

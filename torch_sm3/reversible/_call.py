@@ -155,9 +155,9 @@ class Call:
                 return self._run_in_graph(step, name, stack, plan, again=record)
             raise RuntimeError(
                 f"reversible: expected every tensor that F of {name} needs the "
-                "gradient of to be an input, side context, or an attribute of F, but got "
-                f"one of shape {step.learned.undeclared[0]} from elsewhere (argument "
-                "'F'); engine='graph' permits it"
+                "gradient of to be an input, side context, or an attribute of F, but "
+                f"got one of shape {step.learned.undeclared[0]} from elsewhere "
+                "(argument 'F'); engine='graph' permits it"
             )
         inputs = [x for i in step.reads if isinstance(x := stack[i], Tensor)]
         inputs += [ledger.side.tensors[i] for i in record.places]

@@ -198,9 +198,7 @@ class ReversibleSequence(Block):
     def _whole_run(
         self, stack: Sequence[Any], side: dict[str, Any], plain: bool
     ) -> Any:
-        items = list(stack)
-        if self.split_dim is not None:
-            items[:1] = halves(items[0], self.split_dim, "ReversibleSequence")
+        items = self.entering(stack)
         check_count("ReversibleSequence", self.n_in, items)
         context = Side(side)
         check_names("ReversibleSequence", context, self)
@@ -219,6 +217,13 @@ class ReversibleSequence(Block):
             result = tuple(items)
         with_aux = [i for i, block in enumerate(self) if has_aux(block)]
         return (result, tuple([aux[i] for i in with_aux])) if with_aux else result
+
+    def entering(self, stack: Sequence[Any]) -> list[Any]:
+        """Return the stack that the blocks get: one tensor may come as two halves."""
+        items = list(stack)
+        if self.split_dim is not None and items:
+            items[:1] = halves(items[0], self.split_dim, "ReversibleSequence")
+        return items
 
     def _run_plainly(
         self, items: list[Any], context: Side, merge: bool = False
@@ -260,9 +265,7 @@ class ReversibleSequence(Block):
 
     def inverse(self, *stack: Any, **side: Any) -> tuple[Any, ...]:
         """Return the inputs that :meth:`forward` maps to ``stack``."""
-        items = list(stack)
-        if self.split_dim is not None:
-            items[:1] = halves(items[0], self.split_dim, "ReversibleSequence")
+        items = self.entering(stack)
         check_count("ReversibleSequence", self.n_out, items)
         context = Side(side)
         check_names("ReversibleSequence", context, self)
@@ -283,6 +286,11 @@ class ReversibleSequence(Block):
             from torch_sm3.reversible._check import check_reversible
 
             report = check_reversible(self, *stack, **side)
+            if any(entry.plan == "error" for entry in report.plan):
+                raise RuntimeError(
+                    "ReversibleSequence: expected blocks that can be reversed, but "
+                    f"got\n{report.explain()}"
+                )
             self._entries = entries_of(report.plan, self.keep_every, list(self))
         return self._entries
 
