@@ -207,7 +207,7 @@ class AffineFunction(Function):
         with_logdet: bool,
         context: Sequence[str] | None,
     ) -> None:
-        super().__init__([layer], context=context)
+        super().__init__([layer], has_aux=with_logdet, context=context)
         self.clamp = clamp
         self.with_logdet = with_logdet
 
@@ -234,4 +234,6 @@ class AffineFunction(Function):
         if not self.with_logdet:
             return [scale, shift], NO_AUX
         log_scale = self.clamp * torch.tanh(scale / self.clamp)
-        return [scale, shift], (log_scale.flatten(1).sum(1),)
+        if log_scale.dim() > 1:
+            log_scale = log_scale.flatten(1).sum(1)
+        return [scale, shift], (log_scale,)
