@@ -58,6 +58,21 @@ def undeclared(
     return ()
 
 
+def check_declared(step: Any, name: str) -> None:
+    """Refuse a step whose first call reached a tensor from elsewhere.
+
+    Raises:
+        RuntimeError: if F's graph does.
+    """
+    if step.learned.undeclared:
+        raise RuntimeError(
+            f"reversible: expected every tensor that F of {name} needs the gradient of "
+            "to be an input, side context, or an attribute of F, but got one of shape "
+            f"{step.learned.undeclared[0]} from elsewhere (argument 'F'); "
+            "engine='graph' permits it"
+        )
+
+
 class _SuspendedHooks:
     """Keeps tensor hooks for the outer backward pass, where they fire once."""
 
