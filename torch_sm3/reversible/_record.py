@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_sm3.reversible._drift import Sample
 from torch_sm3.reversible._exact import (
@@ -366,7 +366,7 @@ class HalfRecord(Record):
         if pulled is not None:
             values, value_grads = pulled.outputs, pulled.grads
         del acc
-        floating = [item for item in aux if is_stream(item)]
+        floating = [item for item in tree_leaves(aux) if is_stream(item)]
         inputs += self.owned
         with self.memory.differentiating(saved):
             found = vjp(

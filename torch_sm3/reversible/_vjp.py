@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from torch_sm3.reversible._replay import Replay
 
@@ -45,7 +46,7 @@ def undeclared(
     """Return the shape of a leaf that F's graph reaches beyond ``inputs``, if any."""
     known = {id(tensor) for tensor in inputs}
     seen = {t.grad_fn for t in inputs if t.grad_fn is not None}
-    todo = [root.grad_fn for root in roots if isinstance(root, Tensor)]
+    todo = [root.grad_fn for root in tree_leaves(roots) if isinstance(root, Tensor)]
     while todo:
         node = todo.pop()
         if node is None or node in seen:
