@@ -19,6 +19,7 @@ from torch_sm3.reversible._moves import Move, sum_of
 from torch_sm3.reversible._record import HalfRecord
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Half, is_stream
+from torch_sm3.reversible._vjp import check_declared
 from torch_sm3.reversible._whole import WholeRecord
 
 
@@ -102,7 +103,11 @@ class LayerRun:
         Args:
             stack: all items.
             side: side context; names that the block does not take are ignored.
+
+        Raises:
+            RuntimeError: if a function needs the gradient of a tensor from elsewhere.
         """
+        self.release()
         items = list(stack)
         context = Side(side)
         ledger = Ledger(context, self._options, self._stats)
@@ -127,16 +132,18 @@ class LayerRun:
             self._records.append(MoveRecord(step, step.move(items, self._name)))
             return ()
         position = len(self._records)
+        aux: tuple[Any, ...] = ()
         if isinstance(step, Half):
             record = HalfRecord(step, self._name, ledger, position)
             items[step.acc], aux = record.first(items, ledger, watch)
             self._records.append(record)
             self._aux_counts[position] = sum(map(is_stream, tree_leaves(aux)))
-            return aux
-        whole = WholeRecord(step, self._name, ledger, position)
-        items[: step.n_in], _ = whole.first(items, ledger, watch)
-        self._records.append(whole)
-        return ()
+        else:
+            whole = WholeRecord(step, self._name, ledger, position)
+            items[: step.n_in], _ = whole.first(items, ledger, watch)
+            self._records.append(whole)
+        check_declared(step, self._name)
+        return aux
 
     @property
     def kept_bytes(self) -> int:
@@ -146,6 +153,7 @@ class LayerRun:
     def release(self) -> None:
         """Forget the run."""
         self._records = []
+        self._aux_counts = {}
         self._saved = ()
 
     def reverse_and_grad(
@@ -161,6 +169,7 @@ class LayerRun:
             grads: gradients of its items.
             aux_grads: gradients of the floating tensors of :attr:`aux`.
         """
+        self.drift.clear()
         items, item_grads = list(stack), list(grads)
         result = Reversed(items, item_grads, {}, {})
         given: dict[int, list[Tensor | None]] = {}
