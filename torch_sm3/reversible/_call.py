@@ -196,8 +196,8 @@ class Call:
         record = again or self._record(step, name, ledger)
         if plan == "checkpoint" and again is None:
             record.keep_inputs(step, stack, ledger)
-        graph = GraphRecord(self, record, plan == "store")
-        aux = graph.first(stack, ledger, self._watch, again is not None)
+        graph = GraphRecord(record, plan == "store")
+        aux = graph.first(self, stack, ledger, self._watch, again is not None)
         self._records.append(graph)
         return aux
 
@@ -261,10 +261,12 @@ class Call:
         saved = tensors[: self._n_saved]
         cursor = Cursor(len(self._records), stack, saved, self._n_nodes)
         self._cursors[task] = cursor
-        # For the passes in which some nodes do not run.
-        torch.autograd.Variable._execution_engine.queue_callback(
-            lambda: self._end(task)
-        )
+        # For the passes in which some nodes do not run. Compiled autograd has neither
+        # tasks nor callbacks; there a cursor that is left serves the next pass.
+        if task >= 0:
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: self._end(task)
+            )
         return cursor
 
     def _end(self, task: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from torch_sm3.reversible._exact import Watch
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._plain import together
 from torch_sm3.reversible._record import HalfRecord
+from torch_sm3.reversible._region import eager_region
 from torch_sm3.reversible._steps import is_stream
 from torch_sm3.reversible._whole import WholeRecord
 
@@ -37,8 +39,10 @@ def _kind(tensor: Tensor) -> _Kind:
 class GraphRecord:
     """One step whose F is part of the outer graph.
 
+    It does not know its call, which owns it; only the handles in F's graph do, so that
+    nothing refers to itself in a circle.
+
     Args:
-        call: the call.
         record: how the step is run again.
         store: keep F's graph and the streams that the step changes, instead of running
             F again.
@@ -46,7 +50,6 @@ class GraphRecord:
 
     __slots__ = (
         "_acc_needs",
-        "_call",
         "_kinds",
         "_needs",
         "_record",
@@ -54,10 +57,7 @@ class GraphRecord:
         "_tensors",
     )
 
-    def __init__(
-        self, call: Call, record: HalfRecord | WholeRecord, store: bool
-    ) -> None:
-        self._call = call
+    def __init__(self, record: HalfRecord | WholeRecord, store: bool) -> None:
         self._record = record
         self._store = store
         self._kinds: list[_Kind] = []
@@ -66,11 +66,12 @@ class GraphRecord:
         self._acc_needs = False
 
     def first(
-        self, stack: list[Any], ledger: Ledger, watch: Watch, again: bool
+        self, call: Call, stack: list[Any], ledger: Ledger, watch: Watch, again: bool
     ) -> tuple[Any, ...]:
         """Run the step on ``stack`` and return F's aux outputs.
 
         Args:
+            call: the call.
             stack: all items; changed.
             ledger: what the call keeps.
             watch: reads overflow flags.
@@ -89,7 +90,7 @@ class GraphRecord:
         kwargs = ledger.side.build(record.keys, by_place)
         hooks: Any = contextlib.nullcontext()
         if not self._store:
-            hooks = saved_tensors_hooks(self._pack, self._unpack)
+            hooks = saved_tensors_hooks(self._pack, partial(self._unpack, call))
         if isinstance(record, HalfRecord):
             self._acc_needs = stack[record.step.acc].requires_grad
             return record.first_in_graph(
@@ -122,14 +123,16 @@ class GraphRecord:
         self._kinds.append(_kind(tensor))
         return len(self._kinds) - 1
 
-    def _unpack(self, handle: int) -> Tensor:
-        if self._tensors is None:
-            self._recompute()
-        assert self._tensors is not None, "the recompute has found the tensors"
-        return self._tensors[handle]
+    @eager_region("streams are rebuilt by running functions again")
+    def _unpack(self, call: Call, handle: int) -> Tensor:
+        # Another thread may drop the tensors at any time.
+        tensors = self._tensors
+        if tensors is None:
+            tensors = self._recompute(call)
+        return tensors[handle]
 
-    def _recompute(self) -> None:
-        call, record = self._call, self._record
+    def _recompute(self, call: Call) -> list[Tensor]:
+        record = self._record
         if call.live is not None:
             call.live.drop()
         call.live = self
@@ -168,3 +171,4 @@ class GraphRecord:
                 "other shapes, dtypes or devices (argument 'F')"
             )
         self._tensors = found
+        return found

@@ -29,7 +29,7 @@ from torch_sm3.reversible._plan import (
     entries_of,
     settings_checked,
 )
-from torch_sm3.reversible._region import eager_region
+from torch_sm3.reversible._region import eager_region, load_compiler
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Half, Step, is_stream
 from torch_sm3.reversible._surroundings import check_surroundings, needs_graph
@@ -143,6 +143,7 @@ class ReversibleSequence(Block):
         self.drift: list[Drift] = []
         self.n_in, self.n_out = _depths(flat)
         settings_checked(self, flat)
+        load_compiler()
         self._entries: list[PlanEntry] | None = None
         if plan != "auto":
             self._entries = entries_of(check_plan(self.plan, flat), keep_every, flat)
@@ -239,7 +240,7 @@ class ReversibleSequence(Block):
         if all(plan == "store" for plan in plans):
             # Only the node engine sums gradients in another order than the plain run.
             return self._run_plainly(items, context, merge=self.engine != "graph")
-        check_surroundings(items)
+        check_surroundings([*items, *context.tensors, *self.parameters()])
         check_streams(self, items, plans)
         options = Options(
             self.exact, self.grid_bits, self.overflow, self.generators, self.monitor

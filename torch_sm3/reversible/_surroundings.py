@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 
-def check_surroundings(items: Sequence[Any]) -> None:
+def check_surroundings(items: Iterable[Any]) -> None:
     """Refuse transforms that would not see the recompute.
+
+    Args:
+        items: everything that could carry a tangent.
 
     Raises:
         RuntimeError: under ``vmap``, ``torch.func`` and forward-mode differentiation.
