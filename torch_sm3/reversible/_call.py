@@ -17,13 +17,21 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from torch_sm3.reversible._block import Block, Stepwise, has_aux
 from torch_sm3.reversible._drift import Drift
 from torch_sm3.reversible._exact import Watch
 from torch_sm3.reversible._graph import GraphRecord
+from torch_sm3.reversible._hooks import (
+    CastRecord,
+    check_side,
+    has_hooks,
+    run_inside,
+    values_of,
+)
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._moves import Move
 from torch_sm3.reversible._node import HalfNode, WholeNode
-from torch_sm3.reversible._record import HalfRecord, Record
+from torch_sm3.reversible._record import HalfRecord
 from torch_sm3.reversible._steps import Half, Step, Whole, is_stream
 from torch_sm3.reversible._whole import WholeRecord
 
@@ -114,7 +122,7 @@ class Call:
         self._report = ledger.report
         self._judge = judge if ledger.monitored else None
         self._watch = Watch()
-        self._records: list[HalfRecord | WholeRecord | GraphRecord | MoveRecord] = []
+        self._records: list[AnyRecord] = []
         self._n_saved = 0
         self._n_nodes = 0
         self._cursors: dict[int, Cursor] = {}
@@ -123,6 +131,45 @@ class Call:
         #: The graph engine's tensors of the block that was recomputed last.
         self.live: GraphRecord | None = None
         self.side: Any = ledger.side.without_tensors()
+
+    def run_block(
+        self, block: Block, name: str, stack: list[Any], plan: str, engine: str
+    ) -> Any:
+        """Run the steps of a block on ``stack``; return its aux outputs.
+
+        Args:
+            block: the block.
+            name: how messages call it.
+            stack: all items; changed.
+            plan: ``reversible``, ``store`` or ``checkpoint``.
+            engine: ``node``, ``graph``, or ``auto``, which is node unless F's graph
+                reaches tensors that nothing declares.
+        """
+        with_aux = has_aux(block)
+        if not has_hooks(block) or not isinstance(block, Stepwise):
+            found = [self.run(s, name, stack, plan, engine) for s in block._steps()]
+            return block._join_aux(found) if with_aux else ()
+        ledger = self._ledger
+        assert ledger is not None, "the call has not ended"
+        inner: list[Any] = []
+
+        def run(items: list[Any], given: Any) -> Any:
+            check_side(values_of(block, ledger.side), given, name)
+            self._note_casts(stack[: block.n_in], items, name)
+            found = [self.run(s, name, items, plan, engine) for s in block._steps()]
+            inner.extend(items)
+            return block._join_aux(found)
+
+        aux = run_inside(block, stack, ledger.side, with_aux, run)
+        self._note_casts(inner, stack[: block.n_out], name)
+        return aux
+
+    def _note_casts(self, before: list[Any], after: list[Any], name: str) -> None:
+        ledger = self._ledger
+        assert ledger is not None, "the call has not ended"
+        record = CastRecord(before, after, name, ledger, first=not self._records)
+        if record:
+            self._records.append(record)
 
     def run(
         self, step: Step, name: str, stack: list[Any], plan: str, engine: str
@@ -133,9 +180,8 @@ class Call:
             step: the step.
             name: how messages call its block.
             stack: all items; changed.
-            plan: ``reversible``, ``store`` or ``checkpoint``.
-            engine: ``node``, ``graph``, or ``auto``, which is node unless F's graph
-                reaches tensors that nothing declares.
+            plan: see :meth:`run_block`.
+            engine: see :meth:`run_block`.
         """
         ledger = self._ledger
         assert ledger is not None, "the call has not ended"
@@ -155,9 +201,9 @@ class Call:
                 return self._run_in_graph(step, name, stack, plan, again=record)
             raise RuntimeError(
                 f"reversible: expected every tensor that F of {name} needs the "
-                "gradient of to be an input, side context, or an attribute of F, but got "
-                f"one of shape {step.learned.undeclared[0]} from elsewhere (argument "
-                "'F'); engine='graph' permits it"
+                "gradient of to be an input, side context, or an attribute of F, but "
+                f"got one of shape {step.learned.undeclared[0]} from elsewhere "
+                "(argument 'F'); engine='graph' permits it"
             )
         inputs = [x for i in step.reads if isinstance(x := stack[i], Tensor)]
         inputs += [ledger.side.tensors[i] for i in record.places]
@@ -279,4 +325,4 @@ class Call:
 
 
 #: What may stand in a call's list of records.
-AnyRecord = Record | GraphRecord | MoveRecord
+AnyRecord = HalfRecord | WholeRecord | GraphRecord | MoveRecord | CastRecord

@@ -178,9 +178,9 @@ def check_streams(
     if count > MAX_LOW_PRECISION:
         raise ValueError(
             f"ReversibleSequence: expected at most {MAX_LOW_PRECISION} reversible "
-            f"blocks on {low[0]} streams, whose rounding errors grow with the depth, but "
-            f"got {count}; use float32 streams or exact='sidecar', or permit the errors "
-            "(argument 'allow_drift')"
+            f"blocks on {low[0]} streams, whose rounding errors grow with the depth, "
+            f"but got {count}; use float32 streams or exact='sidecar', or permit the "
+            "errors (argument 'allow_drift')"
         )
 
 

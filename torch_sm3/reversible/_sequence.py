@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torch_sm3.reversible._block import (
     Block,
+    Stepwise,
     changed_items,
     check_count,
     check_names,
@@ -20,6 +21,7 @@ from torch_sm3.reversible._block import (
 from torch_sm3.reversible._call import Call
 from torch_sm3.reversible._drift import Drift, DriftMonitor
 from torch_sm3.reversible._exact import on_grid, rule_of
+from torch_sm3.reversible._hooks import has_hooks, run_inside
 from torch_sm3.reversible._ledger import Ledger, Options, Stats
 from torch_sm3.reversible._moves import halves
 from torch_sm3.reversible._plan import (
@@ -224,10 +226,18 @@ class ReversibleSequence(Block):
     def _run_plainly(
         self, items: list[Any], context: Side, merge: bool = False
     ) -> list[Any]:
-        return [
-            run_steps(block, items, context, f"block {i}", rule=self._rule, merge=merge)
-            for i, block in enumerate(self)
-        ]
+        def run(stack: list[Any], given: Any) -> Any:
+            side = given if isinstance(given, Side) else Side(given)
+            return run_steps(block, stack, side, name, rule=self._rule, merge=merge)
+
+        aux = []
+        for i, block in enumerate(self):
+            name = f"block {i}"
+            if has_hooks(block) and isinstance(block, Stepwise):
+                aux.append(run_inside(block, items, context, has_aux(block), run))
+            else:
+                aux.append(run(items, context))
+        return aux
 
     def _run_recorded(
         self,
@@ -251,11 +261,7 @@ class ReversibleSequence(Block):
             engine = self.engine
             if engine == "auto" and (self.double_backward or needs_graph(block)):
                 engine = "graph"
-            name = f"block {i}"
-            found = [
-                call.run(step, name, items, plan, engine) for step in block._steps()
-            ]
-            aux.append(block._join_aux(found) if has_aux(block) else ())
+            aux.append(call.run_block(block, f"block {i}", items, plan, engine))
         call.close(items)
         return aux
 

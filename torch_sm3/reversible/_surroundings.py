@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from torch_sm3.reversible._replay import is_sharded
+
 
 def check_surroundings(items: Iterable[Any]) -> None:
     """Refuse transforms that would not see the recompute.
@@ -42,12 +44,8 @@ def check_surroundings(items: Iterable[Any]) -> None:
 
 def needs_graph(block: nn.Module) -> bool:
     """Tell whether a block has sharded parameters, so that F must be in the graph."""
-    # Nothing can be sharded while the modules that shard are not imported.
-    tensors: Any = sys.modules.get("torch.distributed.tensor")
-    if tensors is None:
-        return False
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     managed = getattr(fsdp, "FSDPModule", ())
     if managed and any(isinstance(module, managed) for module in block.modules()):
         return True
-    return any(isinstance(p, tensors.DTensor) for p in block.parameters())
+    return any(map(is_sharded, block.parameters()))
