@@ -32,6 +32,17 @@ def cpu_capability() -> str:
     return _ops.cpu_capability()
 
 
+def memory_meter_start() -> None:
+    """Start to meter torch's CPU memory, for this thread and those it gives work."""
+    _ops._memory_meter_start()
+
+
+def memory_meter_stop() -> tuple[int, int]:
+    """Return live bytes against those at the start, and the peak above the start."""
+    live, peak = _ops._memory_meter_stop()
+    return live, peak
+
+
 # --- SM3 -------------------------------------------------------------------
 
 
@@ -226,6 +237,11 @@ def reversible_add(acc: Tensor, value: Tensor) -> Tensor:
 def reversible_sub(acc: Tensor, value: Tensor) -> Tensor:
     """Return ``acc - value`` in the accumulator's dtype, without broadcasting."""
     return _ops.reversible_sub(acc, value)
+
+
+def reversible_remember(x: Tensor, key: str) -> Tensor:
+    """Return ``x``, or what it was in the first run of a reversible block."""
+    return _ops.reversible_remember(x, key)
 
 
 def reversible_quantize(x: Tensor, bits: int) -> Tensor:

@@ -12,6 +12,8 @@ from torch_sm3 import _build_info, _ops
 # Every operator of the library and the dispatch keys that it must have: the table
 # of contents. CUDA is asked for only where the build has it.
 OPERATORS = {
+    "_memory_meter_start": ["CompositeImplicitAutograd"],
+    "_memory_meter_stop": ["CompositeImplicitAutograd"],
     "adasum_all_reduce_": ["CPU", "Meta", "Autograd"],
     "adasum_all_reduce_.process_group": ["CPU", "Meta", "Autograd"],
     "adasum_coefficients": ["CPU", "CUDA", "Meta", "Autograd"],
@@ -31,7 +33,9 @@ OPERATORS = {
     "reversible_grid_add": ["CPU", "CUDA", "Meta", "Autograd"],
     "reversible_grid_sub": ["CPU", "CUDA", "Meta", "Autograd"],
     "reversible_half_residual": ["CompositeImplicitAutograd"],
+    "reversible_identity": ["CompositeImplicitAutograd"],
     "reversible_quantize": ["CPU", "CUDA", "Meta", "Autograd"],
+    "reversible_remember": ["CompositeImplicitAutograd"],
     "reversible_sidecar_decode": ["CPU", "CUDA", "Meta", "Autograd"],
     "reversible_sidecar_encode": ["CPU", "CUDA", "Meta", "Autograd"],
     "reversible_sub": ["CPU", "CUDA", "Meta", "Autograd"],

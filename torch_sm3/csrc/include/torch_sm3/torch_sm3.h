@@ -9,5 +9,6 @@
 #include <torch_sm3/pipeline/planner.h>
 #include <torch_sm3/pipeline/transport.h>
 #include <torch_sm3/reversible/call.h>
+#include <torch_sm3/reversible/remember.h>
 #include <torch_sm3/reversible/residual.h>
 #include <torch_sm3/sm3.h>
