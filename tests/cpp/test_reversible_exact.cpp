@@ -51,8 +51,8 @@ void compare(
     const Tensors& x,
     SequenceOptions options,
     bool equal = true) {
-  const Sequence sequence(blocks, options);
-  const Sequence store(blocks, options.plan("store"));
+  Sequence sequence(blocks, options);
+  Sequence store(blocks, options.plan("store"));
   sequence->to(x[0].scalar_type());
   const Tensors got = sequence->forward(x), want = store->forward(x);
   expect_equal(got, want);
@@ -99,7 +99,7 @@ TEST_F(ReversibleExact, WithoutAnExactModeBitsDiffer) {
 }
 
 TEST_F(ReversibleExact, TheInverseOnTheGridIsExact) {
-  const Sequence sequence(
+  Sequence sequence(
       repeated(additive, 64), SequenceOptions().exact("grid").grid_bits(12));
   const auto x = streams(2, at::kFloat, {4, kWidth});
   const at::NoGradGuard no_grad;
@@ -122,11 +122,10 @@ TEST_F(ReversibleExact, AnOverflowKeepsTheInput) {
     const Blocks blocks{additive(), HalfResidual(Big()), Swap(), additive()};
     const auto x = streams(2, at::kFloat, {64, kWidth});
     compare(blocks, x, SequenceOptions().exact(exact));
-    const Sequence sequence(blocks, SequenceOptions().exact(exact));
+    Sequence sequence(blocks, SequenceOptions().exact(exact));
     loss_of(sequence->forward(x)).backward();
     EXPECT_GE(sequence->kept(), 1);
-    const Sequence strict(
-        blocks, SequenceOptions().exact(exact).overflow("raise"));
+    Sequence strict(blocks, SequenceOptions().exact(exact).overflow("raise"));
     EXPECT_THROW(strict->forward(x), c10::ValueError);
     const at::NoGradGuard no_grad;
     strict->forward(x);
@@ -145,8 +144,7 @@ TEST_F(ReversibleExact, NonFiniteNumbersAreRebuilt) {
     }
     std::vector<Tensors> grads;
     for (const char* plan : {"reversible", "store"}) {
-      const Sequence sequence(
-          blocks, SequenceOptions().exact(exact).plan(plan));
+      Sequence sequence(blocks, SequenceOptions().exact(exact).plan(plan));
       grads.push_back(
           gradients(loss_of(sequence->forward(x)), x, sequence->parameters()));
       for (at::Tensor& grad : grads.back()) {
@@ -159,14 +157,13 @@ TEST_F(ReversibleExact, NonFiniteNumbersAreRebuilt) {
 
 TEST_F(ReversibleExact, RefusesOtherStreams) {
   const auto run = [](const char* exact, at::ScalarType type) {
-    const Sequence sequence(
-        repeated(additive, 1), SequenceOptions().exact(exact));
+    Sequence sequence(repeated(additive, 1), SequenceOptions().exact(exact));
     return sequence->forward(streams(2, type, {4, kWidth}));
   };
   EXPECT_THROW(run("grid", at::kHalf), c10::TypeError);
   EXPECT_THROW(run("sidecar", at::kComplexFloat), c10::TypeError);
   const auto x = streams(2, at::kBFloat16, {4, kWidth});
-  const Sequence low(repeated(additive, 5)),
+  Sequence low(repeated(additive, 5)),
       drifting(repeated(additive, 5), SequenceOptions().allow_drift(true));
   low->to(at::kBFloat16);
   drifting->to(at::kBFloat16);
@@ -199,8 +196,8 @@ TORCH_MODULE(Router);
 TEST_F(ReversibleExact, ChoicesAreRemembered) {
   const Blocks blocks =
       repeated([] { return AdditiveCoupling(Router(), Router()); }, 6);
-  const Sequence sequence(blocks);
-  const Sequence store(blocks, SequenceOptions().plan("store"));
+  Sequence sequence(blocks);
+  Sequence store(blocks, SequenceOptions().plan("store"));
   const auto x = streams(2, at::kFloat, {32, kWidth});
   const auto a =
       gradients(loss_of(sequence->forward(x)), x, sequence->parameters());
@@ -215,7 +212,7 @@ TEST_F(ReversibleExact, ChoicesAreRemembered) {
 // --- memory ----------------------------------------------------------------
 
 int64_t kept_bytes(int depth, const SequenceOptions& options) {
-  const Sequence sequence(repeated(additive, depth), options);
+  Sequence sequence(repeated(additive, depth), options);
   const auto x = streams(2, at::kFloat, {256, kWidth});
   sequence->forward(x); // what is learned in the first call
   Tensors y;
@@ -250,8 +247,8 @@ TORCH_MODULE(Throwing);
 TEST_F(ReversibleExact, NothingLeaks) {
   for (const char* exact : {"none", "grid", "sidecar"}) {
     SCOPED_TRACE(exact);
-    const Throwing f;
-    const Sequence sequence(
+    Throwing f;
+    Sequence sequence(
         Blocks{additive(), AdditiveCoupling(Router(), f), additive()},
         SequenceOptions().exact(exact));
     const auto x = streams(2, at::kFloat, {16, kWidth});

@@ -8,9 +8,12 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <concepts>
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace torch_sm3::reversible {
@@ -73,7 +76,8 @@ class CloneableBlock : public Block {
 /// A block in a list of different ones.
 class AnyBlock {
  public:
-  AnyBlock(std::shared_ptr<Block> block) : block_(std::move(block)) {}
+  template <std::derived_from<Block> B>
+  AnyBlock(std::shared_ptr<B> block) : block_(std::move(block)) {}
 
   /// \param holder such as `AdditiveCoupling(f, g)`
   template <class M>
