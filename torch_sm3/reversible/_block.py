@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_sm3.reversible._moves import Move
+from torch_sm3.reversible._plain import run_step
 from torch_sm3.reversible._replay import Learned
-from torch_sm3.reversible._steps import Permute, Side, Step, Whole
+from torch_sm3.reversible._side import Side
+from torch_sm3.reversible._steps import Half, Step, Whole
 
 
 class Block(nn.Module):
@@ -55,6 +58,39 @@ class Block(nn.Module):
         """Return the inputs that :meth:`forward` maps to ``stack``."""
         raise NotImplementedError
 
+    def reverse_and_grad(
+        self,
+        outputs: tuple[Any, ...],
+        output_grads: tuple[Any, ...],
+        side: dict[str, Any],
+        record: Any,
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """Return the block's inputs and all gradients, from its outputs.
+
+        The default runs :meth:`inverse` without grad, then :meth:`forward` with grad.
+        A block that can do with one run of its functions overrides it.
+
+        Args:
+            outputs: what the block returned.
+            output_grads: gradients of it, None where there is none.
+            side: keyword arguments of the block.
+            record: what is known of the first run: ``record.world()`` sets generators,
+                autocast, flags and buffers as they were, ``record.rebuild(outputs,
+                side)`` returns the inputs, ``record.run_and_grad(inputs, output_grads,
+                side)`` the gradients, ``record.params`` is what the last of them
+                are the gradients of.
+
+        Returns:
+            The inputs; their gradients; the gradients of the tensors in ``side``, in
+            the order of its leaves; the gradients of ``record.params``.
+        """
+        inputs = record.rebuild(outputs, side)
+        return (inputs, *record.run_and_grad(inputs, output_grads, side))
+
+    def _join_aux(self, found: Sequence[tuple[Any, ...]]) -> Any:
+        """Return the block's aux outputs, given those of its steps."""
+        return tuple([item for items in found for item in items])
+
     def _steps(self) -> Sequence[Step]:
         """Return the primitive steps; they work on the top of the stack."""
         return (Whole(self, self.__dict__.setdefault("_learned", Learned())),)
@@ -63,8 +99,10 @@ class Block(nn.Module):
 class Stepwise(Block):
     """A block that is given by its steps."""
 
-    def forward(self, *stack: Any, **side: Any) -> tuple[Any, ...]:
-        """Run the block with ordinary operators."""
+    def forward(self, *stack: Any, _run: Any = None, **side: Any) -> tuple[Any, ...]:
+        """Run the block with ordinary operators, or as the calling sequence does."""
+        if _run is not None:
+            return _run(stack, side)
         return self._run(stack, side, backwards=False)
 
     def inverse(self, *stack: Any, **side: Any) -> tuple[Any, ...]:
@@ -79,7 +117,9 @@ class Stepwise(Block):
         check_count(name, self.n_out if backwards else self.n_in, items)
         context = Side(side)
         check_names(name, context, [self])
-        run_steps(self, items, context, name, backwards)
+        aux = run_steps(self, items, context, name, backwards)
+        if has_aux(self) and not backwards:
+            return tuple(items), aux
         return tuple(items)
 
 
@@ -108,11 +148,40 @@ def inverse(module: Block, *outputs: Any, **side: Any) -> tuple[Any, ...]:
 
 
 def run_steps(
-    block: Block, items: list[Any], side: Side, name: str, backwards: bool
-) -> None:
+    block: Block,
+    items: list[Any],
+    side: Side,
+    name: str,
+    backwards: bool = False,
+    **how: Any,
+) -> Any:
+    """Run a block, or its inverse, with ordinary operators; return its aux outputs."""
     steps = block._steps()
+    found = []
     for step in reversed(steps) if backwards else steps:
-        step.plain(items, side, name, backwards)
+        found.append(run_step(step, items, side, name, backwards, **how))
+    return block._join_aux(found) if has_aux(block) else ()
+
+
+def has_aux(block: Block) -> bool:
+    """Tell whether a block has aux outputs."""
+    return any(step.has_aux for step in block._steps())
+
+
+def changed_items(blocks: Iterable[Block], count: int) -> list[int]:
+    """Return which of ``count`` stack items some block changes."""
+    changed: set[int] = set()
+    stack: list[frozenset[int]] = [frozenset([i]) for i in range(count)]
+    for block in blocks:
+        for step in block._steps():
+            if isinstance(step, Half):
+                changed |= stack[step.acc]
+            elif isinstance(step, Whole):
+                changed = changed.union(*stack[: step.n_in])
+                stack[: step.n_in] = [frozenset()] * step.n_out
+            else:
+                stack[: step.n_in] = step.follow(stack[: step.n_in])
+    return sorted(changed)
 
 
 def check_module(op: str, argument: str, module: Any) -> None:
@@ -133,7 +202,7 @@ def check_count(op: str, needed: int, items: Sequence[Any]) -> None:
 def check_names(op: str, side: Side, blocks: Iterable[Block]) -> None:
     if not side:
         return
-    steps = [s for b in blocks for s in b._steps() if not isinstance(s, Permute)]
+    steps = [s for b in blocks for s in b._steps() if not isinstance(s, Move)]
     taken = frozenset().union(*(n for s in steps for n in s.side_names(side)))
     unknown = sorted(side.names - taken)
     if unknown:

@@ -8,24 +8,33 @@ step, so the order in which autograd runs the nodes affects speed only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from torch_sm3.reversible._node import HalfNode, Recorded, WholeNode
-from torch_sm3.reversible._replay import GeneratorStates, Inventory, Replay
-from torch_sm3.reversible._steps import (
-    Half,
-    Permute,
-    Side,
-    Step,
-    check_value,
-    is_stream,
+from torch_sm3.reversible._block import Block, Stepwise, has_aux
+from torch_sm3.reversible._drift import Drift
+from torch_sm3.reversible._exact import Watch
+from torch_sm3.reversible._graph import GraphStep
+from torch_sm3.reversible._hooks import (
+    CastRecord,
+    check_side,
+    has_hooks,
+    run_inside,
+    values_of,
 )
+from torch_sm3.reversible._ledger import Ledger
+from torch_sm3.reversible._moves import Move
+from torch_sm3.reversible._node import HalfNode, WholeNode
+from torch_sm3.reversible._record import HalfRecord, Record
+from torch_sm3.reversible._steps import Half, Step, Whole, is_stream
+from torch_sm3.reversible._vjp import check_declared
+from torch_sm3.reversible._whole import WholeRecord
 
 _FREED = (
     "Trying to backward through the graph a second time (or directly access saved "
@@ -39,16 +48,19 @@ _FREED = (
 class Cursor:
     """Streams of one backward pass, as they were after ``position`` steps."""
 
-    __slots__ = ("left", "position", "side", "stack")
+    __slots__ = ("found", "left", "owner", "position", "saved", "stack")
 
     def __init__(
-        self, position: int, stack: list[Any], side: Sequence[Tensor], left: int
+        self, position: int, stack: list[Any], saved: Sequence[Tensor], left: int
     ) -> None:
         self.position = position
         self.stack = stack
-        self.side = side
+        self.saved = saved
         #: Nodes that have not run yet in this pass.
         self.left = left
+        #: What the graph engine recomputed last, and the tensors that its F saved.
+        self.owner: Record | None = None
+        self.found: list[Tensor | None] = []
 
 
 class _Place:
@@ -61,7 +73,7 @@ class _Place:
 
 
 class _Saved(Function):
-    """A node whose saved tensors are the final streams and the side tensors.
+    """A node whose saved tensors are the final streams and what the call keeps.
 
     So version checks, saved-tensor hooks and offloading apply to them, once. The node
     is connected to nothing; the call owns it.
@@ -80,85 +92,203 @@ class _Saved(Function):
 _ANCHOR = torch.empty(0, requires_grad=True)
 
 
+class MoveRecord:
+    """A step without a function of one call."""
+
+    __slots__ = ("note", "step")
+
+    def __init__(self, step: Move, note: Any) -> None:
+        self.step = step
+        self.note = note
+
+    def move(
+        self, stack: list[Any], side: Any, saved: Sequence[Tensor], backwards: bool
+    ) -> None:
+        """Move the stack over this step, or back over it."""
+        if backwards:
+            self.step.move_back(stack, self.note)
+        else:
+            self.step.move(stack, "")
+
+
 class Call:
     """What the nodes of one call of a sequence share.
 
     Args:
-        side: the call's side context.
+        ledger: what the call keeps besides the final streams.
+        judge: called with the monitor's findings at the end of a backward pass.
     """
 
-    def __init__(self, side: Side) -> None:
-        self._steps: list[Recorded | Permute] = []
-        self._states: GeneratorStates = {}
-        self._side = side
-        self._n_side = len(side.tensors)
+    def __init__(
+        self, ledger: Ledger, judge: Callable[[list[Drift]], None] | None = None
+    ) -> None:
+        self._ledger: Ledger | None = ledger
+        self._report = ledger.report
+        self._judge = judge if ledger.monitored else None
+        self._watch = Watch()
+        self._records: list[AnyRecord] = []
+        self._n_saved = 0
         self._n_nodes = 0
         self._cursors: dict[int, Cursor] = {}
         self._saved: Node | None = None
         self._items: list[Any] = []
+        self.side: Any = ledger.side.without_tensors()
 
-    def run(self, step: Step, name: str, stack: list[Any]) -> None:
-        """Run one step on ``stack``; give it a node unless it is a permutation."""
-        if isinstance(step, Permute):
-            step.move(self, stack, backwards=False)
-            self._steps.append(step)
-            return
-        context = [stack[i] for i in step.reads]
-        keys = step.side_names(self._side)
-        places = self._side.places(keys)
-        tensors = [item for item in context if isinstance(item, Tensor)]
-        tensors += [self._side.tensors[i] for i in places]
-        replay = Replay(name, step.layers, Inventory(step.layers), step.learned)
-        recorded = Recorded(step, replay, keys, places, len(self._steps))
-        kwargs = self._side.build(keys, self._side.tensors)
-        with torch.no_grad():
-            value = replay.first(
-                lambda: step.run(context, kwargs), tensors, self._states
-            )
-        inputs = [*tensors, *replay.owned]
-        if isinstance(step, Half):
-            acc = stack[step.acc]
-            check_value(value, acc, name)
-            stack[step.acc] = HalfNode.apply(self, recorded, value, acc, *inputs)
-        else:
-            streams = [y for y in value if is_stream(y)]
-            outputs = iter(WholeNode.apply(self, recorded, streams, *inputs))
-            stack[: step.n_in] = [next(outputs) if is_stream(y) else y for y in value]
-        self._steps.append(recorded)
+    def run_block(
+        self, block: Block, name: str, stack: list[Any], plan: str, engine: str
+    ) -> Any:
+        """Run the steps of a block on ``stack``; return its aux outputs.
+
+        Args:
+            block: the block.
+            name: how messages call it.
+            stack: all items; changed.
+            plan: ``reversible``, ``store`` or ``checkpoint``.
+            engine: ``node``, ``graph``, or ``auto``, which is node unless F's graph
+                reaches tensors that nothing declares.
+        """
+        with_aux = has_aux(block)
+        if not has_hooks(block) or not isinstance(block, Stepwise):
+            found = [self.run(s, name, stack, plan, engine) for s in block._steps()]
+            return block._join_aux(found) if with_aux else ()
+        ledger = self._ledger
+        assert ledger is not None, "the call has not ended"
+        inner: list[Any] = []
+
+        def run(items: list[Any], given: Any) -> Any:
+            check_side(values_of(block, ledger.side), given, name)
+            self._note_casts(stack[: block.n_in], items, name)
+            found = [self.run(s, name, items, plan, engine) for s in block._steps()]
+            inner.extend(items)
+            return block._join_aux(found)
+
+        aux = run_inside(block, stack, ledger.side, with_aux, run)
+        self._note_casts(inner, stack[: block.n_out], name)
+        return aux
+
+    def _note_casts(self, before: list[Any], after: list[Any], name: str) -> None:
+        ledger = self._ledger
+        assert ledger is not None, "the call has not ended"
+        record = CastRecord(before, after, name, ledger, first=not self._records)
+        if record:
+            self._records.append(record)
+
+    def run(
+        self, step: Step, name: str, stack: list[Any], plan: str, engine: str
+    ) -> tuple[Any, ...]:
+        """Run one step on ``stack`` and record it; return F's aux outputs.
+
+        Args:
+            step: the step.
+            name: how messages call its block.
+            stack: all items; changed.
+            plan: see :meth:`run_block`.
+            engine: see :meth:`run_block`.
+        """
+        ledger = self._ledger
+        assert ledger is not None, "the call has not ended"
+        if isinstance(step, Move):
+            self._records.append(MoveRecord(step, step.move(stack, name)))
+            return ()
         self._n_nodes += 1
+        reached = step.learned.undeclared
+        if plan == "store" or engine == "graph" or (engine == "auto" and reached):
+            return self._run_in_graph(step, name, stack, plan, engine)
+        record = self._record(step, name, ledger)
+        if plan == "checkpoint":
+            record.keep_inputs(step, stack, ledger)
+        outputs, aux = record.first(stack, ledger, self._watch)
+        if step.learned.undeclared:
+            if engine == "auto":
+                return self._run_in_graph(step, name, stack, plan, engine, record)
+            check_declared(step, name)
+        inputs = [x for i in step.reads if isinstance(x := stack[i], Tensor)]
+        inputs += [ledger.side.tensors[i] for i in record.places]
+        inputs += record.owned
+        self._records.append(record)
+        if isinstance(record, HalfRecord):
+            return self._half_node(record, outputs, aux, stack, inputs)
+        streams = iter(WholeNode.apply(self, record, outputs, *inputs))
+        stack[: record.step.n_in] = [
+            next(streams) if is_stream(y) else y for y in outputs
+        ]
+        return ()
+
+    def _half_node(
+        self,
+        record: HalfRecord,
+        out: Any,
+        aux: tuple[Any, ...],
+        stack: list[Any],
+        inputs: list[Tensor],
+    ) -> tuple[Any, ...]:
+        leaves, structure = tree_flatten(aux)
+        floating = [leaf for leaf in leaves if is_stream(leaf)]
+        acc = record.step.acc
+        results = HalfNode.apply(self, record, [out, *floating], stack[acc], *inputs)
+        stack[acc] = results[0]
+        tracked = iter(results[1:])
+        leaves = [next(tracked) if is_stream(leaf) else leaf for leaf in leaves]
+        return tree_unflatten(leaves, structure)
+
+    def _run_in_graph(
+        self,
+        step: Half | Whole,
+        name: str,
+        stack: list[Any],
+        plan: str,
+        engine: str,
+        again: Any = None,
+    ) -> tuple[Any, ...]:
+        ledger = self._ledger
+        assert ledger is not None, "the call has not ended"
+        record = again or self._record(step, name, ledger)
+        if plan == "checkpoint" and again is None:
+            record.keep_inputs(step, stack, ledger)
+        graph = GraphStep(self, record, plan == "store", merge=engine != "graph")
+        aux = graph.first(stack, ledger, self._watch, again is not None)
+        self._records.append(record)
+        return aux
+
+    def _record(self, step: Half | Whole, name: str, ledger: Ledger) -> Any:
+        kind = HalfRecord if isinstance(step, Half) else WholeRecord
+        return kind(step, name, ledger, len(self._records))  # type: ignore[arg-type]
 
     def close(self, stack: Sequence[Any]) -> None:
         """Save the final streams: the only ones that the call keeps."""
-        tensors = list(self._side.tensors)
+        ledger = self._ledger
+        assert ledger is not None, "the call has not ended"
+        self._watch.finish()
+        tensors = ledger.take()
+        self._ledger = None
+        self._n_saved = len(tensors)
         places: dict[int, _Place] = {}
         for item in stack:
             if isinstance(item, Tensor) and id(item) not in places:
                 places[id(item)] = _Place(len(tensors))
-                tensors.append(item)
+                # Detached aliases share the version counter, but not the graph, whose
+                # nodes own this call.
+                tensors.append(item.detach())
         self._items = [places.get(id(item), item) for item in stack]
-        # Detached aliases: they share the version counter, but not the graph, whose
-        # nodes own this call.
-        aliases = [tensor.detach() for tensor in tensors]
         with torch.enable_grad():
-            self._saved = _Saved.apply(_ANCHOR, aliases).grad_fn
-        self._side = self._side.without_tensors()
-        self._states = {}
+            self._saved = _Saved.apply(_ANCHOR, tensors).grad_fn
 
-    def kwargs(self, keys: Any, tensors: Any) -> list[dict[str, Any]]:
-        """Build one F's keyword arguments from ``tensors``."""
-        return self._side.build(keys, tensors)
+    def cursor(self) -> Cursor:
+        """Return this backward pass's cursor."""
+        task = torch._C._current_graph_task_id()
+        known = self._cursors.get(task)
+        return self._start(task) if known is None else known
 
     def seek(self, position: int) -> Cursor:
         """Return this backward pass's cursor, moved to after ``position`` steps."""
-        task = torch._C._current_graph_task_id()
-        cursor = self._cursors.get(task)
-        if cursor is None:
-            cursor = self._start(task)
+        cursor = self.cursor()
         while cursor.position > position:
-            self._move(cursor, cursor.position - 1, backwards=True)
+            record = self._records[cursor.position - 1]
+            record.move(cursor.stack, self.side, cursor.saved, backwards=True)
             cursor.position -= 1
         while cursor.position < position:
-            self._move(cursor, cursor.position, backwards=False)
+            record = self._records[cursor.position]
+            record.move(cursor.stack, self.side, cursor.saved, backwards=False)
             cursor.position += 1
         return cursor
 
@@ -168,15 +298,6 @@ class Call:
         cursor.left -= 1
         if cursor.left == 0:
             self._cursors.pop(torch._C._current_graph_task_id(), None)
-
-    def _move(self, cursor: Cursor, index: int, backwards: bool) -> None:
-        step = self._steps[index]
-        if isinstance(step, Permute):
-            step.move(self, cursor.stack, backwards)
-        else:
-            kwargs = self.kwargs(step.keys, cursor.side)
-            with torch.no_grad(), step.replay.again():
-                step.move(cursor.stack, kwargs, backwards)
 
     def _start(self, task: int) -> Cursor:
         if self._saved is None:
@@ -188,14 +309,23 @@ class Call:
         ]
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._saved = None
-        side = tensors[: self._n_side]
-        cursor = Cursor(len(self._steps), stack, side, self._n_nodes)
-        cursors = self._cursors
-        cursors[task] = cursor
-
-        def forget() -> None:
-            cursors.pop(task, None)
-
-        # For the passes in which some nodes do not run.
-        torch.autograd.Variable._execution_engine.queue_callback(forget)
+        self._report.clear()
+        saved = tensors[: self._n_saved]
+        cursor = Cursor(len(self._records), stack, saved, self._n_nodes)
+        self._cursors[task] = cursor
+        # For the passes in which some nodes do not run. Compiled autograd has neither
+        # tasks nor callbacks; there a cursor that is left serves the next pass.
+        if task >= 0:
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: self._end(task)
+            )
         return cursor
+
+    def _end(self, task: int) -> None:
+        self._cursors.pop(task, None)
+        if self._judge is not None:
+            self._judge(self._report)
+
+
+#: What may stand in a call's list of records.
+AnyRecord = HalfRecord | WholeRecord | MoveRecord | CastRecord

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-#: State of each generator after the last F of a call, by device.
-GeneratorStates = dict[torch.device, Tensor]
+#: State of each generator after the last F of a call.
+GeneratorStates = dict[torch.Generator, Tensor]
 
 
 #: Attributes that every module has.
@@ -62,14 +64,26 @@ class Inventory:
         return tuple([module.training for module in self.modules])
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Tell whether a parameter is a shard, in whose place others come to be used."""
+    # Nothing can be sharded while the module that shards is not imported.
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
 class Learned:
     """What the first calls taught about one F; plain data, so it pickles."""
 
     def __init__(self) -> None:
         #: For each training-flag pattern, positions of the buffers that F changes.
         self.changed: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        #: Whether F's graph was searched for tensors that nothing declares.
-        self.graph_checked = False
+        #: Shape of a tensor that F needs the gradient of and nothing declares; empty
+        #: if there is none, None until F's graph was searched.
+        self.undeclared: tuple[Any, ...] | None = None
+        #: Whether F returned other bits with grad than without; None: not known yet.
+        self.grad_matters: bool | None = None
+        #: Whether F drew random numbers on a CUDA device.
+        self.draws_on_cuda = False
 
 
 class Replay:
@@ -80,11 +94,13 @@ class Replay:
         layers: modules that run one after the other.
         inventory: what :class:`Inventory` found below ``layers``.
         learned: what earlier calls found out about this F.
+        extra: generators of the user's that F draws from.
     """
 
     __slots__ = (
         "_autocast",
         "_buffers",
+        "_extra",
         "_flags",
         "_inventory",
         "_states",
@@ -100,7 +116,9 @@ class Replay:
         layers: Sequence[nn.Module],
         inventory: Inventory,
         learned: Learned,
+        extra: Sequence[torch.Generator] = (),
     ) -> None:
+        self._extra = extra
         self.name = name
         self.layers = layers
         self.learned = learned
@@ -139,10 +157,10 @@ class Replay:
         """
         versions = [item._version for item in arguments]
         before = self._snapshot_buffers()
-        devices = self._devices(arguments)
-        for device in devices:
-            if device not in states:
-                states[device] = _generator(device).get_state()
+        generators = self._generators(arguments)
+        for generator in generators:
+            if generator not in states:
+                states[generator] = generator.get_state()
         # A weight cast here carries no graph and must not be found by a later op
         # that needs one.
         cache = bool(self._autocast) and torch.is_autocast_cache_enabled()
@@ -153,11 +171,12 @@ class Replay:
         finally:
             if cache:
                 torch.set_autocast_cache_enabled(True)
-        for device in devices:
-            state = _generator(device).get_state()
-            if not torch.equal(state, states[device]):
-                self._states[device] = states[device]
-                states[device] = state
+        for generator in generators:
+            state = generator.get_state()
+            if not torch.equal(state, states[generator]):
+                self._states[generator] = states[generator]
+                states[generator] = state
+                self.learned.draws_on_cuda |= generator.device.type == "cuda"
         for item, version in zip(arguments, versions, strict=True):
             if item._version != version:
                 raise RuntimeError(
@@ -172,14 +191,30 @@ class Replay:
     def again(self) -> Iterator[None]:
         """Set the world of the first run, and restore today's afterwards.
 
+        Generators, buffers and flags belong to all threads, so only one thread at a
+        time may have others than today's.
+
         Raises:
             RuntimeError: if a weight of F was changed or replaced meanwhile.
         """
         inventory = Inventory(self.layers)
         self._check_weights(inventory)
+        shared: Any = contextlib.nullcontext()
+        if self._states or self._buffers or inventory.flags() != self._flags:
+            shared = _exchange
+        with shared, contextlib.ExitStack() as stack:
+            stack.enter_context(self._exchanged(inventory))
+            if self._autocast or _autocast_state():
+                for context in _autocast_contexts(self._autocast):
+                    stack.enter_context(context)
+            yield
+
+    @contextlib.contextmanager
+    def _exchanged(self, inventory: Inventory) -> Iterator[None]:
         restore: list[Any] = []
         flags = inventory.flags()
-        outer = {d: _generator(d).get_state() for d in self._states}
+        outer = {g: g.get_state() for g in self._states}
+        _world.recomputing += 1
         try:
             if flags != self._flags:
                 for module, flag in zip(inventory.modules, self._flags, strict=True):
@@ -188,36 +223,44 @@ class Replay:
                 restore.append((module, name, module._buffers[name]))
                 # A clone, because F changes it and the graph may be retained.
                 module._buffers[name] = value.clone()
-            for device, state in self._states.items():
-                _generator(device).set_state(state)
-            if self._autocast or _autocast_state():
-                with contextlib.ExitStack() as stack:
-                    for context in _autocast_contexts(self._autocast):
-                        stack.enter_context(context)
-                    yield
-            else:
-                yield
+            for generator, state in self._states.items():
+                generator.set_state(state)
+            yield
         finally:
-            for device, state in outer.items():
-                _generator(device).set_state(state)
+            _world.recomputing -= 1
+            for generator, state in outer.items():
+                generator.set_state(state)
             for module, name, value in restore:
                 module._buffers[name] = value
             if flags != self._flags:
                 for module, flag in zip(inventory.modules, flags, strict=True):
                     module.training = flag
 
-    def _devices(self, arguments: Sequence[Tensor]) -> list[torch.device]:
-        devices = {_CPU: None}
+    def _generators(self, arguments: Sequence[Tensor]) -> list[torch.Generator]:
+        found = [torch.default_generator, *self._extra]
         if torch.cuda.is_initialized():
             tensors = [*arguments, *self._inventory.owned]
             tensors += [buffer for _, _, buffer in self._inventory.buffers]
-            devices.update({t.device: None for t in tensors if t.is_cuda})
-        return list(devices)
+            indices = {t.device.index: None for t in tensors if t.is_cuda}
+            if indices and torch.cuda.is_current_stream_capturing():
+                self._check_capture()
+                return found
+            found += [torch.cuda.default_generators[i] for i in indices]
+        return found
+
+    def _check_capture(self) -> None:
+        if self.learned.draws_on_cuda:
+            raise RuntimeError(
+                f"reversible: expected {self.name} to draw no random numbers under "
+                "CUDA graph capture, but got an F that does: its generator cannot be "
+                "set back in a graph (CounterDropout needs none)"
+            )
 
     def _check_weights(self, inventory: Inventory) -> None:
         mine = self._inventory.owned
         same = len(inventory.owned) == len(mine) and all(
-            new is old for new, old in zip(inventory.owned, mine, strict=True)
+            new is old or is_sharded(old)
+            for new, old in zip(inventory.owned, mine, strict=True)
         )
         if not same or len(inventory.modules) != len(self._flags):
             raise RuntimeError(
@@ -278,13 +321,29 @@ class Replay:
             self.learned.changed[key] = tuple(changed)
 
 
-_CPU = torch.device("cpu")
+class _World(threading.local):
+    """What this thread is doing."""
+
+    #: Nested recomputes.
+    recomputing = 0
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.cuda.default_generators[device.index]
+_world = _World()
+#: Held while generators, buffers or flags are those of an earlier run.
+_exchange = threading.RLock()
+
+
+def is_recomputing() -> bool:
+    """Tell whether this thread runs a function of a block for the second time.
+
+    A forward hook on F, for instance, is called in both runs.
+
+    Example:
+        >>> from torch_sm3.reversible import is_recomputing
+        >>> is_recomputing()
+        False
+    """
+    return _world.recomputing > 0
 
 
 def _device_types() -> tuple[str, ...]:

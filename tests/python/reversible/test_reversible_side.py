@@ -23,6 +23,8 @@ from torch_sm3.reversible import (
     inverse,
 )
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 class Cross(nn.Module):
     """Takes a memory, an optional mask and a number."""
@@ -290,12 +292,26 @@ def test_parameters_changed_between_forward_and_backward():
         loss_of(y).backward()
 
 
-def test_tensor_from_elsewhere_that_requires_grad():
-    scale = torch.ones((), requires_grad=True)
-    seq = ReversibleSequence(
-        AdditiveCoupling(Returns(lambda x: x * (2 * scale)), mlp())
-    )
+def closure(engine):
+    scale = torch.full((), 1.5, requires_grad=True)
+    block = AdditiveCoupling(Returns(lambda x: x * (2 * scale)), mlp())
+    return scale, ReversibleSequence(block, engine=engine)
+
+
+def test_tensor_from_elsewhere_is_refused_by_the_node_engine():
+    _, seq = closure("node")
     x = torch.randn(2, 8)
-    y = seq(x, x)
     with pytest.raises(RuntimeError, match=r"block 0 .*shape \(\) from elsewhere"):
-        loss_of(y).backward()
+        seq(x, x)
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph"])
+def test_tensor_from_elsewhere_gets_its_gradient(engine):
+    scale, seq = closure(engine)
+    x = torch.randn(2, 8)
+    for _ in range(2):  # the first call learns, the second one knows
+        scale.grad = None
+        loss_of(seq(x, x)).backward()
+        got, scale.grad = scale.grad, None
+        loss_of(plain(seq, x, x)).backward()
+        assert_close([got], [scale.grad], 1e-5)

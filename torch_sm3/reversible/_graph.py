@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graph engine: F's own graph is part of the outer one, without its tensors.
+
+F runs with grad inside saved-tensor hooks that put a handle in the place of every
+tensor that F's nodes save. The first handle that the backward pass redeems moves the
+cursor to the block, runs F again and finds the tensors of all its handles. So hooks,
+sharded parameters, closures and double backward work as in the plain run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from torch_sm3.reversible._exact import Watch
+from torch_sm3.reversible._ledger import Ledger
+from torch_sm3.reversible._plain import together
+from torch_sm3.reversible._record import HalfRecord
+from torch_sm3.reversible._region import eager_region
+from torch_sm3.reversible._steps import is_stream
+from torch_sm3.reversible._whole import WholeRecord
+
+if TYPE_CHECKING:
+    from torch_sm3.reversible._call import Call
+
+_Kind = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+class GraphStep:
+    """One step whose F is part of the outer graph.
+
+    The handles own it and through it the call, so the call does not own it.
+
+    Args:
+        call: the call.
+        record: how the step is run again.
+        store: keep F's graph and the streams that the step changes, instead of running
+            F again.
+        merge: pass the inputs of a stored F through one node, as the node engine does.
+    """
+
+    __slots__ = (
+        "_acc_needs",
+        "_call",
+        "_kinds",
+        "_merge",
+        "_needs",
+        "_record",
+        "_store",
+    )
+
+    def __init__(
+        self, call: Call, record: HalfRecord | WholeRecord, store: bool, merge: bool
+    ) -> None:
+        self._call = call
+        self._record = record
+        self._store = store
+        self._merge = merge
+        self._kinds: list[_Kind] = []
+        self._needs: list[bool] = []
+        self._acc_needs = False
+
+    def first(
+        self, stack: list[Any], ledger: Ledger, watch: Watch, again: bool
+    ) -> tuple[Any, ...]:
+        """Run the step on ``stack`` and return F's aux outputs.
+
+        Args:
+            stack: all items; changed.
+            ledger: what the call keeps.
+            watch: reads overflow flags.
+            again: F ran already, outside the graph.
+        """
+        record = self._record
+        step = record.step
+        context = [stack[i] for i in step.reads]
+        side = [ledger.side.tensors[i] for i in record.places]
+        if self._store:
+            record.keep_changed(stack, ledger)
+            if self._merge:
+                context, side = together(context, side)
+        tensors = [x for x in context if isinstance(x, Tensor)] + side
+        self._needs = [tensor.requires_grad for tensor in tensors]
+        by_place = dict(zip(record.places, side, strict=True))
+        kwargs = ledger.side.build(record.keys, by_place)
+        hooks: Any = contextlib.nullcontext()
+        if not self._store:
+            hooks = saved_tensors_hooks(self._pack, self._unpack)
+        if isinstance(record, HalfRecord):
+            self._acc_needs = stack[record.step.acc].requires_grad
+            return record.first_in_graph(
+                stack,
+                context,
+                kwargs,
+                tensors,
+                ledger,
+                watch,
+                hooks,
+                again,
+                self._store,
+            )
+        record.first_in_graph(
+            stack, context, kwargs, tensors, ledger, watch, hooks, again
+        )
+        return ()
+
+    def _pack(self, tensor: Tensor) -> int:
+        self._kinds.append(_kind(tensor))
+        return len(self._kinds) - 1
+
+    @eager_region("streams are rebuilt by running functions again")
+    def _unpack(self, handle: int) -> Tensor:
+        cursor = self._call.cursor()
+        if cursor.owner is not self._record or cursor.found[handle] is None:
+            # Before the recompute, so that two blocks' tensors are never alive.
+            cursor.owner, cursor.found = None, []
+            cursor.found = list(self._recompute())
+            cursor.owner = self._record
+        tensor = cursor.found[handle]
+        assert tensor is not None, "it was found just now"
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            # A node asks once, so that its tensors go as the pass goes on.
+            cursor.found[handle] = None
+        return tensor
+
+    def _recompute(self) -> list[Tensor]:
+        call, record = self._call, self._record
+        found: list[Tensor] = []
+
+        def capture(tensor: Tensor) -> int:
+            found.append(tensor.detach())
+            return len(found) - 1
+
+        def refuse(_: int) -> Tensor:
+            raise AssertionError("the recompute's graph is not differentiated")
+
+        cursor = call.seek(record.position + 1)
+        needs = iter(self._needs)
+
+        def track(item: Any) -> Any:
+            if not isinstance(item, Tensor):
+                return item
+            need = next(needs)
+            return item.detach().requires_grad_(need and is_stream(item))
+
+        record.again_in_graph(
+            cursor.stack,
+            call.side,
+            cursor.saved,
+            track,
+            self._acc_needs,
+            saved_tensors_hooks(capture, refuse),
+        )
+        cursor.position = record.position
+        kinds = [_kind(tensor) for tensor in found]
+        if kinds != self._kinds:
+            raise RuntimeError(
+                f"reversible: expected F of {record.name} to save the same tensors in "
+                f"both runs, but got {len(kinds)} instead of {len(self._kinds)}, or of "
+                "other shapes, dtypes or devices (argument 'F')"
+            )
+        return found
