@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random configurations of both attention layers: slices, reference and oracle agree."""
+"""Random configurations of attention: slices, reference and oracle agree."""
 
 from __future__ import annotations
 
