@@ -233,4 +233,6 @@ class AffineFunction(Function):
         if not self.has_aux:
             return [scale, shift], NO_AUX
         log_scale = self.clamp * torch.tanh(scale / self.clamp)
-        return [scale, shift], (log_scale.flatten(1).sum(1),)
+        if log_scale.dim() > 1:
+            log_scale = log_scale.flatten(1).sum(1)
+        return [scale, shift], (log_scale,)

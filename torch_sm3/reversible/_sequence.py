@@ -30,6 +30,7 @@ from torch_sm3.reversible._plan import (
     settings_checked,
 )
 from torch_sm3.reversible._region import eager_region
+from torch_sm3.reversible._replay import Inventory
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Half, Step, is_stream
 from torch_sm3.reversible._surroundings import check_surroundings, needs_graph
@@ -228,10 +229,23 @@ class ReversibleSequence(Block):
     def _run_plainly(
         self, items: list[Any], context: Side, merge: bool = False
     ) -> list[Any]:
+        # Only the node engine sums gradients in another order than the plain run.
         return [
-            run_steps(block, items, context, f"block {i}", rule=self._rule, merge=merge)
+            run_steps(
+                block,
+                items,
+                context,
+                f"block {i}",
+                rule=self._rule,
+                merge=merge and self._engine_of(block) != "graph",
+            )
             for i, block in enumerate(self)
         ]
+
+    def _engine_of(self, block: Block) -> str:
+        if self.engine == "auto" and (self.double_backward or needs_graph(block)):
+            return "graph"
+        return self.engine
 
     def _run_recorded(
         self,
@@ -242,8 +256,7 @@ class ReversibleSequence(Block):
     ) -> list[Any]:
         plans = [entry.plan for entry in self._plans(stack, side)]
         if all(plan == "store" for plan in plans):
-            # Only the node engine sums gradients in another order than the plain run.
-            return self._run_plainly(items, context, merge=self.engine != "graph")
+            return self._run_plainly(items, context, merge=True)
         check_surroundings(items)
         check_streams(self, items, plans)
         options = Options(
@@ -252,10 +265,7 @@ class ReversibleSequence(Block):
         call = Call(Ledger(context, options, self.stats), self._judge)
         aux = []
         for i, (block, plan) in enumerate(zip(self, plans, strict=True)):
-            engine = self.engine
-            if engine == "auto" and (self.double_backward or needs_graph(block)):
-                engine = "graph"
-            name = f"block {i}"
+            name, engine = f"block {i}", self._engine_of(block)
             found = [
                 call.run(step, name, items, plan, engine) for step in block._steps()
             ]
@@ -309,7 +319,10 @@ class ReversibleSequence(Block):
             return False
         if any(isinstance(item, Tensor) and item.requires_grad for item in items):
             return True
-        return any(p.requires_grad for p in self.parameters())
+        if any(p.requires_grad for p in self.parameters()):
+            return True
+        # Weights as plain attributes, for instance in a replica of nn.DataParallel.
+        return bool(Inventory([self]).owned)
 
 
 def _flattened(blocks: Sequence[Block]) -> list[Block]:
