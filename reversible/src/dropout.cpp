@@ -88,13 +88,6 @@ std::vector<int64_t> contiguous_strides(c10::IntArrayRef sizes) {
   return strides;
 }
 
-at::OptionalSymIntArrayRef as_symbols(at::OptionalIntArrayRef strides) {
-  if (!strides) {
-    return std::nullopt;
-  }
-  return c10::fromIntArrayRefSlow(*strides);
-}
-
 at::Tensor dropout_cpu(
     const at::Tensor& x,
     double p,
@@ -176,6 +169,13 @@ at::Tensor dropout_autograd(
 }
 
 } // namespace
+
+at::OptionalSymIntArrayRef as_symbols(at::OptionalIntArrayRef strides) {
+  if (!strides) {
+    return std::nullopt;
+  }
+  return c10::fromIntArrayRefSlow(*strides);
+}
 
 void check_dropout(
     const at::Tensor& x,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <find_operator.h>
 #include <rule.h>
+#include <torch_sm3/reversible/grid.h>
 #include <torch_sm3/reversible/residual.h>
 
 #include <ATen/ops/real.h>
@@ -12,20 +13,6 @@ namespace {
 
 using at::Tensor;
 using Values = std::vector<Tensor>;
-
-std::tuple<Tensor, Tensor>
-grid_add(const Tensor& acc, const Tensor& value, int64_t bits) {
-  static const auto op = find_operator<std::tuple<Tensor, Tensor>(
-      const Tensor&, const Tensor&, int64_t)>("torch_sm3::reversible_grid_add");
-  return op.call(acc, value, bits);
-}
-
-Tensor grid_sub(const Tensor& acc, const Tensor& value, int64_t bits) {
-  static const auto op =
-      find_operator<Tensor(const Tensor&, const Tensor&, int64_t)>(
-          "torch_sm3::reversible_grid_sub");
-  return op.call(acc, value, bits);
-}
 
 using Affine = Tensor(const Tensor&, const Tensor&, const Tensor&, double);
 
@@ -145,7 +132,7 @@ Tensor apply_rule(
     Tensor* amax) {
   switch (rule.kind) {
     case Rule::Kind::kGrid: {
-      auto [out, largest] = grid_add(acc, values[0], rule.bits);
+      auto [out, largest] = reversible_grid_add(acc, values[0], rule.bits);
       if (amax != nullptr) {
         *amax = largest;
       }
@@ -164,7 +151,7 @@ Tensor apply_rule(
 Tensor undo_rule(const Rule& rule, const Tensor& out, const Values& values) {
   switch (rule.kind) {
     case Rule::Kind::kGrid:
-      return grid_sub(out, values[0], rule.bits);
+      return reversible_grid_sub(out, values[0], rule.bits);
     case Rule::Kind::kAffine:
       return affine_inverse(out, values, rule.number);
     case Rule::Kind::kMomentum:

@@ -2,6 +2,7 @@
 #include <identity.h>
 #include <memory_guard.h>
 #include <streams.h>
+#include <torch_sm3/reversible/grid.h>
 
 #include <ATen/ops/equal.h>
 #include <c10/core/GradMode.h>
@@ -104,7 +105,8 @@ size_t Streams::add(const char* op, const Tensor& stream, bool changes) {
       stream.device(),
       " (argument 'streams')");
   const bool rounds = changes && options_.exact == Exact::kGrid;
-  values_.push_back(rounds ? quantize(stream, options_.grid_bits) : stream);
+  values_.push_back(
+      rounds ? reversible_quantize(stream, options_.grid_bits) : stream);
   additions_.push_back(0);
   return values_.size() - 1;
 }

@@ -99,8 +99,10 @@ class Block(nn.Module):
 class Stepwise(Block):
     """A block that is given by its steps."""
 
-    def forward(self, *stack: Any, **side: Any) -> tuple[Any, ...]:
-        """Run the block with ordinary operators."""
+    def forward(self, *stack: Any, _run: Any = None, **side: Any) -> tuple[Any, ...]:
+        """Run the block with ordinary operators, or as the calling sequence does."""
+        if _run is not None:
+            return _run(stack, side)
         return self._run(stack, side, backwards=False)
 
     def inverse(self, *stack: Any, **side: Any) -> tuple[Any, ...]:
@@ -158,7 +160,7 @@ def run_steps(
     found = []
     for step in reversed(steps) if backwards else steps:
         found.append(run_step(step, items, side, name, backwards, **how))
-    return block._join_aux(found)
+    return block._join_aux(found) if has_aux(block) else ()
 
 
 def has_aux(block: Block) -> bool:

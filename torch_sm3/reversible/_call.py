@@ -17,9 +17,17 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from torch_sm3.reversible._block import Block, Stepwise, has_aux
 from torch_sm3.reversible._drift import Drift
 from torch_sm3.reversible._exact import Watch
 from torch_sm3.reversible._graph import GraphStep
+from torch_sm3.reversible._hooks import (
+    CastRecord,
+    check_side,
+    has_hooks,
+    run_inside,
+    values_of,
+)
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._moves import Move
 from torch_sm3.reversible._node import HalfNode, WholeNode
@@ -52,7 +60,7 @@ class Cursor:
         self.left = left
         #: What the graph engine recomputed last, and the tensors that its F saved.
         self.owner: Record | None = None
-        self.found: list[Tensor] = []
+        self.found: list[Tensor | None] = []
 
 
 class _Place:
@@ -118,13 +126,52 @@ class Call:
         self._report = ledger.report
         self._judge = judge if ledger.monitored else None
         self._watch = Watch()
-        self._records: list[HalfRecord | WholeRecord | MoveRecord] = []
+        self._records: list[AnyRecord] = []
         self._n_saved = 0
         self._n_nodes = 0
         self._cursors: dict[int, Cursor] = {}
         self._saved: Node | None = None
         self._items: list[Any] = []
         self.side: Any = ledger.side.without_tensors()
+
+    def run_block(
+        self, block: Block, name: str, stack: list[Any], plan: str, engine: str
+    ) -> Any:
+        """Run the steps of a block on ``stack``; return its aux outputs.
+
+        Args:
+            block: the block.
+            name: how messages call it.
+            stack: all items; changed.
+            plan: ``reversible``, ``store`` or ``checkpoint``.
+            engine: ``node``, ``graph``, or ``auto``, which is node unless F's graph
+                reaches tensors that nothing declares.
+        """
+        with_aux = has_aux(block)
+        if not has_hooks(block) or not isinstance(block, Stepwise):
+            found = [self.run(s, name, stack, plan, engine) for s in block._steps()]
+            return block._join_aux(found) if with_aux else ()
+        ledger = self._ledger
+        assert ledger is not None, "the call has not ended"
+        inner: list[Any] = []
+
+        def run(items: list[Any], given: Any) -> Any:
+            check_side(values_of(block, ledger.side), given, name)
+            self._note_casts(stack[: block.n_in], items, name)
+            found = [self.run(s, name, items, plan, engine) for s in block._steps()]
+            inner.extend(items)
+            return block._join_aux(found)
+
+        aux = run_inside(block, stack, ledger.side, with_aux, run)
+        self._note_casts(inner, stack[: block.n_out], name)
+        return aux
+
+    def _note_casts(self, before: list[Any], after: list[Any], name: str) -> None:
+        ledger = self._ledger
+        assert ledger is not None, "the call has not ended"
+        record = CastRecord(before, after, name, ledger, first=not self._records)
+        if record:
+            self._records.append(record)
 
     def run(
         self, step: Step, name: str, stack: list[Any], plan: str, engine: str
@@ -135,9 +182,8 @@ class Call:
             step: the step.
             name: how messages call its block.
             stack: all items; changed.
-            plan: ``reversible``, ``store`` or ``checkpoint``.
-            engine: ``node``, ``graph``, or ``auto``, which is node unless F's graph
-                reaches tensors that nothing declares.
+            plan: see :meth:`run_block`.
+            engine: see :meth:`run_block`.
         """
         ledger = self._ledger
         assert ledger is not None, "the call has not ended"
@@ -267,13 +313,19 @@ class Call:
         saved = tensors[: self._n_saved]
         cursor = Cursor(len(self._records), stack, saved, self._n_nodes)
         self._cursors[task] = cursor
-        # For the passes in which some nodes do not run.
-        torch.autograd.Variable._execution_engine.queue_callback(
-            lambda: self._end(task)
-        )
+        # For the passes in which some nodes do not run. Compiled autograd has neither
+        # tasks nor callbacks; there a cursor that is left serves the next pass.
+        if task >= 0:
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: self._end(task)
+            )
         return cursor
 
     def _end(self, task: int) -> None:
         self._cursors.pop(task, None)
         if self._judge is not None:
             self._judge(self._report)
+
+
+#: What may stand in a call's list of records.
+AnyRecord = HalfRecord | WholeRecord | MoveRecord | CastRecord

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from torch_sm3.reversible._block import Block, changed_items, check_count, run_steps
 from torch_sm3.reversible._drift import ordinal
-from torch_sm3.reversible._exact import on_grid
+from torch_sm3.reversible._exact import on_grid, rule_of
+from torch_sm3.reversible._layer import LayerRun
 from torch_sm3.reversible._observe import Choices, SavedBytes, World
 from torch_sm3.reversible._plan import LOW_PRECISION, PlanEntry, is_utility
 from torch_sm3.reversible._sequence import ReversibleSequence
@@ -153,7 +154,8 @@ def check_reversible(
         >>> def mlp():
         ...     return torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(),
         ...                                torch.nn.Linear(32, 8))
-        >>> seq = ReversibleSequence(*[AdditiveCoupling(mlp(), mlp()) for _ in range(4)])
+        >>> blocks = [AdditiveCoupling(mlp(), mlp()) for _ in range(4)]
+        >>> seq = ReversibleSequence(*blocks)
         >>> report = check_reversible(seq, torch.randn(16, 8), torch.randn(16, 8))
         >>> report.ok
         True
@@ -181,11 +183,12 @@ def check_reversible(
             report = _Checker(block, f"block {i}", context, exact, bits).check(items)
             reports.append(report)
             if report.error:
+                reports += _unreached(blocks, i + 1)
                 break
     finally:
         world.restore()
     streams = sum(x.nbytes for x in items if is_stream(x))
-    return Report(reports, _plans(blocks, reports, streams, exact, max_rel))
+    return Report(reports, _plans(reports, streams, exact, max_rel))
 
 
 class _Checker:
@@ -218,7 +221,7 @@ class _Checker:
         if report.error:
             return report
         self._repeat(before, items, world)
-        self._round_trip(before, items, world)
+        self._round_trip(before, world)
         self._compare_gradients(before, world)
         world.restore()
         with torch.no_grad():
@@ -226,8 +229,6 @@ class _Checker:
         return report
 
     def _rule(self, step: Half) -> Any:
-        from torch_sm3.reversible._exact import rule_of
-
         return rule_of(step.rule, self._exact, self._bits)
 
     def _run(self, items: list[Any], with_grad: bool = False) -> list[Any]:
@@ -265,13 +266,11 @@ class _Checker:
         known += [*self._side.tensors, *self._block.parameters()]
         report.undeclared = undeclared(outputs, known)
 
-    def _round_trip(self, before: list[Any], after: list[Any], world: World) -> None:
+    def _round_trip(self, before: list[Any], world: World) -> None:
         world.restore()
-        stack = list(after)
-        with torch.no_grad():
-            run_steps(
-                self._block, stack, self._side, "block", backwards=True, rule=self._rule
-            )
+        run = LayerRun(self._block, self._exact, self._bits)
+        after = run.forward(before, _values(self._side))
+        stack = run.reverse_and_grad(after, [None] * len(after)).inputs
         for old, new in zip(before, stack, strict=True):
             if not is_stream(old) or old.numel() == 0:
                 continue
@@ -299,14 +298,17 @@ class _Checker:
                 self._report.grad_rel = max(self._report.grad_rel, error)
 
 
+def _values(side: Side) -> dict[str, Any]:
+    """Return side context as keyword arguments."""
+    return (side.build([frozenset(side.names)], side.tensors) or [{}])[0]
+
+
 def _gradients(
     seq: ReversibleSequence, items: list[Any], side: Side
 ) -> list[Tensor | None]:
     leaves = [x.detach().requires_grad_() if is_stream(x) else x for x in items]
-    names = [dict.fromkeys(side.names)]
-    kwargs = side.build([frozenset(names[0])], side.tensors)
     with torch.enable_grad():
-        result = seq(*leaves, **(kwargs[0] if kwargs else {}))
+        result = seq(*leaves, **_values(side))
         outputs = result[0] if isinstance(result[0], tuple) else result
     streams = [y for y in outputs if is_stream(y) and y.requires_grad]
     wanted = [x for x in leaves if is_stream(x)]
@@ -315,8 +317,15 @@ def _gradients(
     return list(torch.autograd.grad(streams, wanted, cotangents, allow_unused=True))
 
 
+def _unreached(blocks: Sequence[Block], start: int) -> list[BlockReport]:
+    error = "not reached: a block before it has an error"
+    return [
+        BlockReport(f"block {i}", type(blocks[i]).__name__, error=error)
+        for i in range(start, len(blocks))
+    ]
+
+
 def _plans(
-    blocks: Sequence[Block],
     reports: Sequence[BlockReport],
     streams: int,
     exact: str,
@@ -326,9 +335,7 @@ def _plans(
     count = sum(r.n_functions for r in reports)
     stored = count * streams + sum(saved)
     short = 0 < count and stored <= 2 * streams + max(saved)
-    plans = [_plan_of(report, short, exact, max_rel) for report in reports]
-    skipped = PlanEntry("error", "a block before it has an error")
-    return plans + [skipped] * (len(blocks) - len(plans))
+    return [_plan_of(report, short, exact, max_rel) for report in reports]
 
 
 def _plan_of(report: BlockReport, short: bool, exact: str, max_rel: float) -> PlanEntry:

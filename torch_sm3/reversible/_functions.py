@@ -209,7 +209,6 @@ class AffineFunction(Function):
     ) -> None:
         super().__init__([layer], has_aux=with_logdet, context=context)
         self.clamp = clamp
-        self.with_logdet = with_logdet
 
     def run(
         self, context: Sequence[Any], kwargs: Sequence[dict[str, Any]], name: str
@@ -231,7 +230,7 @@ class AffineFunction(Function):
                 f"got {got} (argument 'F')"
             )
         scale, shift = value
-        if not self.with_logdet:
+        if not self.has_aux:
             return [scale, shift], NO_AUX
         log_scale = self.clamp * torch.tanh(scale / self.clamp)
         if log_scale.dim() > 1:

@@ -20,6 +20,7 @@ from torch_sm3.reversible._exact import Watch
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._plain import together
 from torch_sm3.reversible._record import HalfRecord
+from torch_sm3.reversible._region import eager_region
 from torch_sm3.reversible._steps import is_stream
 from torch_sm3.reversible._whole import WholeRecord
 
@@ -115,14 +116,20 @@ class GraphStep:
         self._kinds.append(_kind(tensor))
         return len(self._kinds) - 1
 
+    @eager_region("streams are rebuilt by running functions again")
     def _unpack(self, handle: int) -> Tensor:
         cursor = self._call.cursor()
-        if cursor.owner is not self._record:
+        if cursor.owner is not self._record or cursor.found[handle] is None:
             # Before the recompute, so that two blocks' tensors are never alive.
             cursor.owner, cursor.found = None, []
-            cursor.found = self._recompute()
+            cursor.found = list(self._recompute())
             cursor.owner = self._record
-        return cursor.found[handle]
+        tensor = cursor.found[handle]
+        assert tensor is not None, "it was found just now"
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            # A node asks once, so that its tensors go as the pass goes on.
+            cursor.found[handle] = None
+        return tensor
 
     def _recompute(self) -> list[Tensor]:
         call, record = self._call, self._record

@@ -173,7 +173,11 @@ class LSHSelfAttention(SplitAttention):
         self.factors = check_buckets(op, n_buckets)
 
     def hash(
-        self, q: Tensor, mask: Tensor | None, heads: slice, directions: Tensor
+        self,
+        q: Tensor,
+        mask: Tensor | None,
+        heads: slice,
+        directions: Tensor,
     ) -> Tensor:
         """Return the buckets of some heads' queries.
 
@@ -232,6 +236,7 @@ class LSHSelfAttention(SplitAttention):
         buckets = state
         if buckets is None:
             buckets = self.hash(q, mask, where.heads, plan.directions)
+            buckets = seeds.choose(buckets)
         k = normalise(q)
         if mask is not None:
             # What nobody attends has probability 0, but 0 * inf is no number.
@@ -291,6 +296,7 @@ class LSHSelfAttention(SplitAttention):
                 q = project(inputs[0], named, "q")
                 directions = self.directions(seeds, q.device)
                 state = self.hash(q, mask, slice(0, self.n_heads), directions)
+                state = seeds.choose(state)
         return lsh_attention(self, inputs, named, state, seeds), state
 
 

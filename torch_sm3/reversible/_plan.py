@@ -179,8 +179,8 @@ def check_streams(
         raise ValueError(
             f"ReversibleSequence: expected at most {MAX_LOW_PRECISION} reversible "
             f"blocks on {low[0]} streams, whose rounding errors grow with the depth, "
-            f"but got {count}; use float32 streams or exact='sidecar', or permit the errors "
-            "(argument 'allow_drift')"
+            f"but got {count}; use float32 streams or exact='sidecar', or permit the "
+            "errors (argument 'allow_drift')"
         )
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -61,6 +62,13 @@ class Inventory:
     def flags(self) -> tuple[bool, ...]:
         """Return the training flag of every module."""
         return tuple([module.training for module in self.modules])
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tell whether a parameter is a shard, in whose place others come to be used."""
+    # Nothing can be sharded while the module that shards is not imported.
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 class Learned:
@@ -183,11 +191,26 @@ class Replay:
     def again(self) -> Iterator[None]:
         """Set the world of the first run, and restore today's afterwards.
 
+        Generators, buffers and flags belong to all threads, so only one thread at a
+        time may have others than today's.
+
         Raises:
             RuntimeError: if a weight of F was changed or replaced meanwhile.
         """
         inventory = Inventory(self.layers)
         self._check_weights(inventory)
+        shared: Any = contextlib.nullcontext()
+        if self._states or self._buffers or inventory.flags() != self._flags:
+            shared = _exchange
+        with shared, contextlib.ExitStack() as stack:
+            stack.enter_context(self._exchanged(inventory))
+            if self._autocast or _autocast_state():
+                for context in _autocast_contexts(self._autocast):
+                    stack.enter_context(context)
+            yield
+
+    @contextlib.contextmanager
+    def _exchanged(self, inventory: Inventory) -> Iterator[None]:
         restore: list[Any] = []
         flags = inventory.flags()
         outer = {g: g.get_state() for g in self._states}
@@ -202,13 +225,7 @@ class Replay:
                 module._buffers[name] = value.clone()
             for generator, state in self._states.items():
                 generator.set_state(state)
-            if self._autocast or _autocast_state():
-                with contextlib.ExitStack() as stack:
-                    for context in _autocast_contexts(self._autocast):
-                        stack.enter_context(context)
-                    yield
-            else:
-                yield
+            yield
         finally:
             _world.recomputing -= 1
             for generator, state in outer.items():
@@ -242,7 +259,8 @@ class Replay:
     def _check_weights(self, inventory: Inventory) -> None:
         mine = self._inventory.owned
         same = len(inventory.owned) == len(mine) and all(
-            new is old for new, old in zip(inventory.owned, mine, strict=True)
+            new is old or is_sharded(old)
+            for new, old in zip(inventory.owned, mine, strict=True)
         )
         if not same or len(inventory.modules) != len(self._flags):
             raise RuntimeError(
@@ -311,6 +329,8 @@ class _World(threading.local):
 
 
 _world = _World()
+#: Held while generators, buffers or flags are those of an earlier run.
+_exchange = threading.RLock()
 
 
 def is_recomputing() -> bool:

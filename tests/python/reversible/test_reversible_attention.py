@@ -22,7 +22,7 @@ from helpers.attention_checks import (
 from reference import attention_oracle as oracle
 from torch import nn
 
-from torch_sm3.reversible import SelfAttention
+from torch_sm3.reversible import HalfResidual, ReversibleSequence, SelfAttention
 
 EQUIVALENCE = dict(
     n_heads=6,
@@ -256,6 +256,29 @@ def test_forward_keeps_inputs_and_weights_only():
         y = layer(x)
     assert sum(saved.values()) == x.nbytes + sum(p.nbytes for p in layer.parameters())
     assert y.grad_fn is not None
+
+
+@pytest.mark.parametrize("n_parallel_heads", [1, None])
+def test_in_a_reversible_block(n_parallel_heads):
+    layer = SelfAttention(
+        6, 2, 3, 4, causal=True, attention_dropout=0.3, output_dropout=0.2
+    ).double()
+    layer.n_parallel_heads = n_parallel_heads
+    norm = nn.LayerNorm(6).double()
+    x = torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True)
+    results = []
+    for run in (
+        lambda: ReversibleSequence(HalfResidual(norm, attention=layer))(x, x)[0],
+        lambda: ReversibleSequence(HalfResidual(norm, layer))(x, x)[0],
+        lambda: x + layer(norm(x)),
+    ):
+        torch.manual_seed(1)
+        y = run()
+        grads = torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()])
+        results.append((y.detach(), *grads, torch.rand(1)))
+    for result in results[:2]:
+        for a, b in zip(result, results[2], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 def test_double_backward_is_refused():
