@@ -160,7 +160,7 @@ def run_steps(
     found = []
     for step in reversed(steps) if backwards else steps:
         found.append(run_step(step, items, side, name, backwards, **how))
-    return block._join_aux(found)
+    return block._join_aux(found) if has_aux(block) else ()
 
 
 def has_aux(block: Block) -> bool:
