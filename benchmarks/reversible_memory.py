@@ -1,142 +1,156 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation memory and step time of reversible blocks, in one run.
+"""Activation memory of reversible blocks against every other way to run them.
 
-The same additive couplings run as a reversible sequence, under ordinary autograd and
-under ``torch.utils.checkpoint`` (non-reentrant, one region per block). By its early
-stop, checkpoint does not compute a region's last matrix product again: of two MLPs a
-block it saves a quarter of the second forward pass. A reversible block needs that
-product to rebuild its input, so the same is also timed without early stop
-(``full checkpoint``): equal work. Peaks are those of the allocator during forward and
-backward, above what was allocated before: weights and gradients exist already. Times
-are medians of interleaved repetitions of forward, backward and AdamW step.
+Peaks are those of the allocator during forward and backward, above what was allocated
+before: weights and gradients exist already. They are exact bytes on CPU and allocated,
+not reserved, bytes on CUDA. On CPU the high-water mark of fresh processes confirms
+them. A slope is the growth per block from the second depth to the last but one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from _meter import bytes_of
+from _report import Figure, arguments, finish
+from _reversible_peers import Run
+from _reversible_runs import (
+    CHECKPOINT,
+    FULL,
+    INVERSE,
+    NESTED,
+    OURS,
+    PLAIN,
+    backward,
+    inputs,
+    model,
+)
 
-from torch_sm3.reversible import AdditiveCoupling, ReversibleSequence
+from torch_sm3.reversible import SelfAttention
 
-Run = Callable[[Tensor], tuple[Any, ...]]
+Peaks = dict[str, dict[int, int]]
 
-
-def mlp(width: int) -> nn.Module:
-    """Return a pre-norm MLP of expansion 4."""
-    return nn.Sequential(
-        nn.LayerNorm(width),
-        nn.Linear(width, 4 * width),
-        nn.GELU(),
-        nn.Linear(4 * width, width),
-    )
-
-
-def sequence(width: int, depth: int, device: str) -> ReversibleSequence:
-    """Return ``depth`` couplings whose parameters have gradients already."""
-    torch.manual_seed(0)
-    blocks = [AdditiveCoupling(mlp(width), mlp(width)) for _ in range(depth)]
-    seq = ReversibleSequence(*blocks).to(device)
-    for parameter in seq.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return seq
+# Width, tokens and depth of the fresh processes: peaks of many pages.
+CONFIRMED_AT = (128, 4096, 8)
+CONFIRMED = [PLAIN, CHECKPOINT, NESTED, *OURS]
 
 
-def runs(seq: ReversibleSequence) -> dict[str, Run]:
-    """Return the ways to run the same blocks."""
-
-    def plain(x: Tensor) -> tuple[Any, ...]:
-        stack: tuple[Any, ...] = (x, x)
-        for block in seq:
-            stack = block(*stack)
-        return stack
-
-    def checkpointed(x: Tensor) -> tuple[Any, ...]:
-        stack: tuple[Any, ...] = (x, x)
-        for block in seq:
-            stack = checkpoint(block, *stack, use_reentrant=False)
-        return stack
-
-    def full(x: Tensor) -> tuple[Any, ...]:
-        with set_checkpoint_early_stop(False):
-            return checkpointed(x)
-
-    return {
-        "plain": plain,
-        "checkpoint": checkpointed,
-        "full checkpoint": full,
-        "reversible": lambda x: seq(x, x),
-    }
+def prepared(
+    width: int, tokens: int, depth: int, device: str, names: list[str]
+) -> tuple[dict[str, Run], torch.Tensor]:
+    """Return runs and their input; all gradients exist already."""
+    found = model(width, depth, device, names)
+    x = inputs(tokens, width, device)
+    for tensor in (x, *found.parameters()):
+        tensor.grad = torch.zeros_like(tensor)
+    return found.runs, x
 
 
-def step(run: Run, x: Tensor) -> None:
-    """Do a forward and a backward pass."""
-    y1, y2 = run(x)
-    (y1 + y2).square().mean().backward()
+def peak_of(run: Run, x: torch.Tensor) -> int:
+    """Return the peak bytes of a step that is not the first."""
+    backward(run, x)  # the first learns what later ones may skip
+    return bytes_of(lambda: backward(run, x), x.device.type).peak
 
 
-def peak_bytes(run: Run, x: Tensor) -> int:
-    """Return the highest allocation of a step above the start."""
-    if x.is_cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step(run, x)
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step(run, x)
-    assert profiler.profiler is not None
-    results = profiler.profiler.kineto_results
-    changes = [
-        (event.start_ns(), event.nbytes())
-        for event in results.events()
-        if event.name() == "[memory]"
-    ]
-    live = peak = 0
-    for _, size in sorted(changes, key=lambda change: change[0]):
-        live += size
-        peak = max(peak, live)
-    return peak
-
-
-def measure_memory(options: argparse.Namespace) -> dict[str, dict[int, int]]:
+def measure(options: argparse.Namespace) -> Peaks:
     """Return the peak of each way at each depth."""
-    x = torch.randn(options.tokens, options.width, device=options.device)
-    peaks: dict[str, dict[int, int]] = {}
+    peaks: Peaks = {}
     for depth in options.depths:
-        seq = sequence(options.width, depth, options.device)
-        for name, run in runs(seq).items():
-            step(run, x)  # the first call learns what it may skip later
-            peaks.setdefault(name, {})[depth] = peak_bytes(run, x)
+        shape = options.width, options.tokens, depth, options.device
+        runs, x = prepared(*shape, options.ways)
+        for name, run in runs.items():
+            peaks.setdefault(name, {})[depth] = peak_of(run, x)
     return peaks
 
 
-def measure_time(options: argparse.Namespace) -> dict[str, float]:
-    """Return the median seconds of a whole step of each way."""
-    x = torch.randn(options.time_tokens, options.time_width, device=options.device)
-    seq = sequence(options.time_width, options.time_depth, options.device)
-    optimizer = torch.optim.AdamW(seq.parameters(), lr=1e-4)
-    times: dict[str, list[float]] = {}
-    for repeat in range(options.repeats + 1):
-        for name, run in runs(seq).items():
-            start = time.perf_counter()
-            step(run, x)
-            optimizer.step()
-            if x.is_cuda:
-                torch.cuda.synchronize()
-            if repeat > 0:  # the first round warms up
-                times.setdefault(name, []).append(time.perf_counter() - start)
-            optimizer.zero_grad()
-    return {name: statistics.median(values) for name, values in times.items()}
+def slope(by_depth: dict[int, int]) -> float:
+    """Return the bytes per block."""
+    depths = sorted(by_depth)
+    low, high = (depths[1], depths[-2]) if len(depths) > 3 else (depths[0], depths[-1])
+    return (by_depth[high] - by_depth[low]) / (high - low)
+
+
+def requirements(peaks: Peaks, options: argparse.Namespace) -> list[Figure]:
+    """Return what is required of the peaks."""
+    figures = []
+    slopes = {name: slope(by_depth) for name, by_depth in peaks.items()}
+    for name in OURS.keys() & peaks.keys() if PLAIN in peaks else ():
+        limit = None if "sidecar" in name else 0.01
+        share = slopes[name] / slopes[PLAIN]
+        figures.append(Figure(f"slope: {name} / plain", share, limit))
+    changed = 2 * options.width * options.tokens  # elements that a block rebuilds
+    for name in ("node, sidecar", "graph, sidecar"):
+        if name in slopes:
+            bits = 8 * slopes[name] / changed
+            figures.append(Figure(f"bits per rebuilt element: {name}", bits, 3.25))
+    depth = options.depths[len(options.depths) // 2]
+    others = (PLAIN, CHECKPOINT, FULL, INVERSE, NESTED, "memcnn", "revlib", "revtorch")
+    for name in ("node, none", "graph, none"):
+        for other in others:
+            if name in peaks and other in peaks:
+                share = peaks[name][depth] / peaks[other][depth]
+                title = f"peak at depth {depth}: {name} / {other}"
+                figures.append(Figure(title, share, 1.0))
+    return sorted(figures, key=lambda figure: figure.name)
+
+
+def resident(name: str) -> int:
+    """Return ``VmRSS`` or its peak ``VmHWM`` in bytes."""
+    text = Path("/proc/self/status").read_text()
+    match = re.search(rf"{name}:\s+(\d+) kB", text)
+    assert match, f"/proc/self/status has no {name}"
+    return 1024 * int(match.group(1))
+
+
+def in_this_process(name: str) -> dict[str, int]:
+    """Return the peak by the allocator and by the resident memory."""
+    width, tokens, depth = CONFIRMED_AT
+    runs, x = prepared(width, tokens, depth, "cpu", [name])
+    metered = peak_of(runs[name], x)
+    Path("/proc/self/clear_refs").write_text("5")  # the mark starts from now
+    before = resident("VmRSS")
+    backward(runs[name], x)
+    return {"metered": metered, "resident": resident("VmHWM") - before}
+
+
+def confirm(name: str) -> Figure:
+    """Compare both peaks in a fresh process."""
+    # Each large block a mapping of its own: else the C library keeps freed blocks, and
+    # the process is larger than what it holds.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, __file__, "--one", name]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+    both = json.loads(done.stdout.splitlines()[-1])
+    share = both["resident"] / both["metered"]
+    return Figure(f"high-water mark / metered peak: {name}", share, 1.15, 0.85)
+
+
+def attention(device: str) -> Figure:
+    """Return how the score memory of one slice grows with batch and heads."""
+    length, width = 1024, 8
+
+    def scores(batch: int, heads: int) -> float:
+        layer = SelfAttention(width, heads, 2, 2, n_parallel_heads=1).to(device)
+        x = torch.randn(batch, length, width, device=device)
+
+        def both() -> None:
+            layer.forward_and_or_backward(
+                (x,), None, None, 0, output_grad=torch.ones_like(x)
+            )
+
+        both()
+        return bytes_of(both, device).peak / (4 * length * length)
+
+    grown = scores(4, 4) - scores(1, 1)
+    title = "score matrices that 4 x the batch, 4 x the heads add to attention"
+    return Figure(title, grown, 0.5)
 
 
 def parse() -> argparse.Namespace:
@@ -144,53 +158,39 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--depths", type=int, nargs="+", default=[4, 8, 16, 32, 64])
-    parser.add_argument("--width", type=int, default=128, help="of the memory part")
-    parser.add_argument("--tokens", type=int, default=1024, help="of the memory part")
-    parser.add_argument("--time-depth", type=int, default=4)
-    parser.add_argument("--time-width", type=int, default=512)
-    parser.add_argument("--time-tokens", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=15)
+    depths = [4, 8, 16, 32, 64, 128]
+    parser.add_argument("--depths", type=int, nargs="+", default=depths)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--ways", nargs="+", default=[], help="default: all")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
-    return parser.parse_args()
+    parser.add_argument("--one", metavar="WAY", help=argparse.SUPPRESS)
+    arguments(parser)
+    options = parser.parse_args()
+    if options.quick:
+        options.depths, options.tokens = [4, 8, 16, 24], 256
+    options.depths.sort()
+    return options
 
 
 def main() -> None:
     """Measure, print, and write the figures."""
     options = parse()
-    peaks = measure_memory(options)
+    if options.one:
+        print(json.dumps(in_this_process(options.one)))
+        return
+    peaks = measure(options)
     print(f"peak bytes of activations, width {options.width}, {options.tokens} tokens")
-    print(f"{'depth':>15}" + "".join(f"{d:>12}" for d in options.depths))
+    print(f"{'depth':>22}" + "".join(f"{d:>13,}" for d in options.depths))
     for name, by_depth in peaks.items():
-        print(f"{name:>15}" + "".join(f"{b:>12}" for b in by_depth.values()))
-    first, last = min(options.depths), max(options.depths)
-    slopes = {
-        name: (by_depth[last] - by_depth[first]) / max(1, last - first)
-        for name, by_depth in peaks.items()
-    }
-    for name, slope in slopes.items():
-        share = slope / max(1.0, slopes["plain"])
-        print(f"{name}: {slope:.0f} bytes per block, {100 * share:.2f} % of plain")
-    times = measure_time(options)
-    print(
-        f"step time, depth {options.time_depth}, width {options.time_width}, "
-        f"{options.time_tokens} tokens, {torch.get_num_threads()} threads, median of "
-        f"{options.repeats}"
-    )
-    others = [name for name in times if name != "reversible"]
-    for name, seconds in times.items():
-        ratios = [f"/ {o} {seconds / times[o]:.3f}" for o in others]
-        print(f"{name:>15} {1e3 * seconds:9.1f} ms  {'  '.join(ratios)}")
-    if options.json:
-        figures = {
-            "options": {k: str(v) for k, v in vars(options).items()},
-            "threads": torch.get_num_threads(),
-            "peak_bytes": peaks,
-            "bytes_per_block": slopes,
-            "step_seconds": times,
-        }
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        print(f"{name:>22}" + "".join(f"{b:>13,}" for b in by_depth.values()))
+    figures = requirements(peaks, options)
+    figures.append(attention(options.device))
+    if torch.device(options.device).type == "cpu":
+        names = [name for name in CONFIRMED if name in peaks]
+        figures += [confirm(name) for name in (names[:1] if options.quick else names)]
+    slopes = {name: slope(by_depth) for name, by_depth in peaks.items()}
+    finish(figures, options, {"peak_bytes": peaks, "bytes_per_block": slopes})
 
 
 if __name__ == "__main__":

@@ -32,6 +32,17 @@ def cpu_capability() -> str:
     return _ops.cpu_capability()
 
 
+def memory_meter_start() -> None:
+    """Start to meter torch's CPU memory, for this thread and those it gives work."""
+    _ops._memory_meter_start()
+
+
+def memory_meter_stop() -> tuple[int, int]:
+    """Return live bytes against those at the start, and the peak above the start."""
+    live, peak = _ops._memory_meter_stop()
+    return live, peak
+
+
 # --- SM3 -------------------------------------------------------------------
 
 
@@ -251,7 +262,7 @@ def reversible_grid_sub(acc: Tensor, value: Tensor, bits: int) -> Tensor:
 def reversible_sidecar_encode(
     x: Tensor, estimate: Tensor, byte_capacity: int, wide_capacity: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return ``codes, bytes, wide, offsets, used``: what ``estimate`` lacks."""
+    """Return ``codes, bytes, wide, offsets, used`` that make ``x`` of ``estimate``."""
     return _ops.reversible_sidecar_encode(x, estimate, byte_capacity, wide_capacity)
 
 
@@ -260,6 +271,43 @@ def reversible_sidecar_decode(
 ) -> Tensor:
     """Return the tensor that was encoded, bit for bit."""
     return _ops.reversible_sidecar_decode(estimate, codes, bytes, wide, offsets)
+
+
+def reversible_affine(
+    acc: Tensor, scale: Tensor, shift: Tensor, clamp: float
+) -> Tensor:
+    """Return ``acc * exp(s) + shift`` with ``s = clamp * tanh(scale / clamp)``."""
+    return _ops.reversible_affine(acc, scale, shift, clamp)
+
+
+def reversible_affine_inverse(
+    out: Tensor, scale: Tensor, shift: Tensor, clamp: float
+) -> Tensor:
+    """Return ``(out - shift) * exp(-s)``, which undoes :func:`reversible_affine`."""
+    return _ops.reversible_affine_inverse(out, scale, shift, clamp)
+
+
+def reversible_affine_backward(
+    grad: Tensor, acc: Tensor, scale: Tensor, clamp: float
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of :func:`reversible_affine` by ``acc`` and ``scale``."""
+    return _ops.reversible_affine_backward(grad, acc, scale, clamp)
+
+
+def reversible_checksum(x: Tensor) -> Tensor:
+    """Return a 64-bit checksum of the elements in logical order, as an int64."""
+    return _ops.reversible_checksum(x)
+
+
+def reversible_dropout(
+    x: Tensor,
+    p: float,
+    seed: Tensor,
+    offset: int = 0,
+    strides: Sequence[int] | None = None,
+) -> Tensor:
+    """Drop elements as a seed tensor and the elements' own numbers say."""
+    return _ops.reversible_dropout(x, p, seed, offset, strides)
 
 
 # --- pipeline --------------------------------------------------------------

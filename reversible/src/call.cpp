@@ -1,35 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <call_options.h>
-#include <call_state.h>
+#include <identity.h>
+#include <scripted.h>
+#include <streams.h>
 #include <torch_sm3/check.h>
 #include <torch_sm3/reversible/call.h>
-#include <torch_sm3/reversible/residual.h>
 
 #include <c10/core/GradMode.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/library.h>
 
-#include <algorithm>
-
 namespace torch_sm3::reversible {
 namespace {
 
 constexpr int64_t kNone = -1;
-// What 16-bit streams bear, as in ReversibleSequence: rounding errors grow.
-constexpr int64_t kMaxLowPrecisionAdditions = 4;
 
-void check_stream(const at::Tensor& stream) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      stream.layout() == at::kStrided && !stream.is_quantized(),
-      "reversible_begin: expected dense streams, but got layout ",
-      stream.layout(),
-      " (argument 'streams')");
-  TORCH_SM3_CHECK_TYPE(
-      stream.is_floating_point() || stream.is_complex(),
-      "reversible_begin",
-      "streams",
-      "floating or complex streams",
-      stream.scalar_type());
+int64_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : tensor._version();
 }
 
 void check_not_traced() {
@@ -39,63 +26,47 @@ void check_not_traced() {
       "a trace would keep this call's tensors for ever");
 }
 
-void check_value(const at::Tensor& value, const at::Tensor& acc) {
-  TORCH_SM3_CHECK_VALUE(
-      value.sym_sizes() == acc.sym_sizes(),
-      "reversible_half_residual",
-      "f",
-      c10::str("F to return the accumulator's shape ", acc.sizes()),
-      value.sizes());
-}
-
 } // namespace
 
-ReversibleCall::ReversibleCall(at::TensorList streams, bool allow_drift)
-    : state_(std::make_shared<CallState>()), allow_drift_(allow_drift) {
+ReversibleCall::ReversibleCall(
+    at::TensorList streams,
+    const CallOptions& options)
+    : streams_(
+          std::make_unique<Streams>(
+              options,
+              c10::GradMode::is_enabled() ? Run::kNodes : Run::kBare)) {
   for (const at::Tensor& stream : streams) {
-    check_stream(stream);
-    TORCH_SM3_CHECK_VALUE(
-        stream.device() == streams[0].device(),
-        "reversible_begin",
-        "streams",
-        c10::str("all streams on ", streams[0].device()),
-        stream.device());
-    const int64_t version = stream.is_inference() ? 0 : stream._version();
-    slots_.push_back({stream, version, 0});
+    const size_t number =
+        streams_->add("reversible_begin", stream, /*changes=*/true);
+    slots_.push_back({stream, version_of(stream)});
+    // On the grid the stream is another tensor than the caller's.
+    originals_.push_back(stream);
+    update(number);
   }
 }
 
 ReversibleCall::~ReversibleCall() = default;
 
+void ReversibleCall::update(size_t stream) {
+  const at::Tensor& value = streams_->value(stream);
+  slots_[stream] = {value, version_of(value)};
+}
+
 int64_t
 ReversibleCall::find(const at::Tensor& stream, int64_t other_than) const {
   for (size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
-    if (static_cast<int64_t>(i) != other_than && slot.value.is_same(stream)) {
+    const bool same =
+        slot.value.is_same(stream) || originals_[i].is_same(stream);
+    if (static_cast<int64_t>(i) != other_than && same) {
       TORCH_CHECK(
-          stream.is_inference() || stream._version() == slot.version,
+          version_of(slot.value) == slot.version,
           "reversible: expected streams that only half-residuals change, but "
           "got one that was written in place");
       return static_cast<int64_t>(i);
     }
   }
   return kNone;
-}
-
-void ReversibleCall::check_precision(const Slot& slot) const {
-  const bool low = slot.value.scalar_type() == at::kHalf ||
-                   slot.value.scalar_type() == at::kBFloat16;
-  TORCH_SM3_CHECK_VALUE(
-      !low || allow_drift_ || slot.additions <= kMaxLowPrecisionAdditions,
-      "reversible_half_residual",
-      "acc",
-      c10::str(
-          "at most ",
-          kMaxLowPrecisionAdditions,
-          " additions to a stream of ",
-          slot.value.scalar_type(),
-          " (option allow_drift permits more)"),
-      slot.additions);
 }
 
 at::Tensor ReversibleCall::half_residual(
@@ -105,7 +76,7 @@ at::Tensor ReversibleCall::half_residual(
     const c10::List<std::optional<at::Tensor>>& side) {
   check_not_traced();
   TORCH_CHECK(
-      !ended_,
+      streams_,
       "reversible_half_residual: expected a call that has not ended, but got "
       "one after reversible_end (argument 'call')");
   const int64_t slot = find(acc, kNone);
@@ -115,88 +86,34 @@ at::Tensor ReversibleCall::half_residual(
       "acc",
       "a current stream of this call",
       "another tensor");
-  std::vector<int64_t> reads;
-  reads.reserve(context.size());
+  Half half{{}, nullptr, static_cast<size_t>(slot), {}, {}};
   for (const at::Tensor& tensor : context) {
-    reads.push_back(find(tensor, slot));
+    const int64_t read = find(tensor, slot);
     TORCH_SM3_CHECK_VALUE(
-        reads.back() != kNone,
+        read != kNone,
         "reversible_half_residual",
         "context",
         "current streams of this call other than 'acc'",
         "another tensor; what no half-residual changes goes to 'side'");
+    half.reads.push_back(static_cast<size_t>(read));
   }
-  return recorded(f, slot, std::move(reads), side);
-}
-
-at::Tensor ReversibleCall::recorded(
-    const c10::IValue& f,
-    int64_t acc,
-    std::vector<int64_t> reads,
-    const c10::List<std::optional<at::Tensor>>& side) {
-  Slot& slot = slots_[acc];
-  const Scripted scripted(f);
-  std::vector<at::Tensor> context;
-  context.reserve(reads.size());
-  for (const int64_t i : reads) {
-    context.push_back(slots_[i].value);
-  }
-  if (!c10::GradMode::is_enabled()) {
-    std::vector<c10::IValue> arguments(context.begin(), context.end());
-    for (size_t i = 0; i < side.size(); ++i) {
-      arguments.emplace_back(side.get(i));
-    }
-    const at::Tensor value = scripted(std::move(arguments));
-    check_value(value, slot.value);
-    slot.value = reversible_add(slot.value, value);
-    slot.version = slot.value.is_inference() ? 0 : slot.value._version();
-    return slot.value;
-  }
-  ++slot.additions;
-  check_precision(slot);
-  auto record = std::make_unique<Record>(Record{
-      scripted,
-      Replay(scripted.module()),
-      static_cast<size_t>(acc),
-      {reads.begin(), reads.end()},
-      {},
-      state_->records.size()});
-  std::vector<at::Tensor> inputs = context;
+  half.function = std::make_shared<ScriptedFunction>(f);
+  half.name = c10::str("half ", halves_++);
+  std::vector<at::Tensor> arguments;
   for (size_t i = 0; i < side.size(); ++i) {
-    const std::optional<at::Tensor> tensor = side.get(i);
-    if (!tensor || !tensor->defined()) {
-      record->side.emplace_back();
-      continue;
-    }
-    const size_t place = state_->place(*tensor);
-    if (std::find(record->side.begin(), record->side.end(), place) ==
-        record->side.end()) {
-      inputs.push_back(*tensor);
-    }
-    record->side.emplace_back(place);
+    arguments.push_back(side.get(i).value_or(at::Tensor()));
   }
-  at::Tensor value;
-  {
-    const c10::AutoGradMode no_grad(false);
-    value = record->replay.first(
-        [&] { return scripted(arguments_of(*record, context, state_->side)); },
-        inputs,
-        state_->states);
-  }
-  check_value(value, slot.value);
-  const auto& owned = record->replay.owned();
-  inputs.insert(inputs.end(), owned.begin(), owned.end());
-  slot.value =
-      half_residual_node(state_, record.get(), slot.value, value, inputs);
-  slot.version = slot.value._version();
-  state_->records.push_back(std::move(record));
-  return slot.value;
+  streams_->run(std::move(half), arguments);
+  // From now on the caller's tensor is not the stream.
+  originals_[slot].reset();
+  update(slot);
+  return slots_[slot].value;
 }
 
 std::vector<at::Tensor> ReversibleCall::end(at::TensorList streams) {
   check_not_traced();
   TORCH_CHECK(
-      !ended_,
+      streams_,
       "reversible_end: expected a call that has not ended, but got one that "
       "has (argument 'call')");
   TORCH_SM3_CHECK_VALUE(
@@ -205,12 +122,16 @@ std::vector<at::Tensor> ReversibleCall::end(at::TensorList streams) {
       "streams",
       c10::str("all ", slots_.size(), " streams of the call"),
       streams.size());
+  std::vector<at::Tensor> finals;
   std::vector<bool> taken(slots_.size());
   for (const at::Tensor& stream : streams) {
     bool found = false;
     for (size_t i = 0; i < slots_.size() && !found; ++i) {
-      if (!taken[i] && slots_[i].value.is_same(stream)) {
+      const bool same =
+          slots_[i].value.is_same(stream) || originals_[i].is_same(stream);
+      if (!taken[i] && same) {
         taken[i] = found = true;
+        finals.push_back(slots_[i].value);
       }
     }
     TORCH_SM3_CHECK_VALUE(
@@ -221,25 +142,22 @@ std::vector<at::Tensor> ReversibleCall::end(at::TensorList streams) {
         "another tensor");
     find(stream, kNone);
   }
-  if (!state_->records.empty()) {
-    std::vector<at::Tensor> finals;
-    finals.reserve(slots_.size());
-    for (const Slot& slot : slots_) {
-      finals.push_back(slot.value);
-    }
-    state_->close(finals);
-  }
+  streams_->close();
+  streams_.reset();
   slots_.clear();
-  state_.reset();
-  ended_ = true;
-  return streams.vec();
+  originals_.clear();
+  return finals;
 }
 
 c10::intrusive_ptr<ReversibleCall>
 reversible_begin(at::TensorList streams, const std::string& options) {
   check_not_traced();
-  const CallOptions parsed = parse_call_options(options);
-  return c10::make_intrusive<ReversibleCall>(streams, parsed.allow_drift);
+  TORCH_CHECK(
+      !in_functorch(),
+      "reversible_begin: expected no functorch transform, but got one, which "
+      "the nodes of this engine do not know");
+  return c10::make_intrusive<ReversibleCall>(
+      streams, parse_call_options(options));
 }
 
 at::Tensor reversible_half_residual(
@@ -274,6 +192,11 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
   define(
       "reversible_end(__torch__.torch.classes.torch_sm3.ReversibleCall call, "
       "Tensor[] streams) -> Tensor[]");
+}
+
+// Raises there, with the reason.
+TORCH_LIBRARY_IMPL(torch_sm3, FuncTorchBatched, m) {
+  m.impl("reversible_begin", &reversible_begin);
 }
 
 TORCH_LIBRARY_IMPL(torch_sm3, CompositeImplicitAutograd, m) {

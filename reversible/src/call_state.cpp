@@ -1,13 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <call_state.h>
-#include <torch_sm3/reversible/residual.h>
+#include <torch_sm3/reversible/sidecar.h>
 
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/saved_variable.h>
 
 namespace torch_sm3::reversible {
+
+std::vector<at::Tensor> Cursor::unpack(const SavedRange& range) const {
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(range.end - range.begin);
+  for (size_t i = range.begin; i < range.end; ++i) {
+    tensors.push_back((*saved)[i].unpack());
+  }
+  return tensors;
+}
 
 size_t CallState::place(const at::Tensor& tensor) {
   for (size_t i = 0; i < side.size(); ++i) {
@@ -19,29 +27,43 @@ size_t CallState::place(const at::Tensor& tensor) {
   return side.size() - 1;
 }
 
+SavedRange CallState::save(SavedTensors& all, std::vector<at::Tensor> tensors) {
+  const size_t begin = all.size();
+  for (const at::Tensor& tensor : tensors) {
+    // Detached aliases: they share the version counter, but not the graph,
+    // whose nodes own this state.
+    all.emplace_back(tensor.detach(), /*is_output=*/false);
+  }
+  return {begin, all.size()};
+}
+
 void CallState::close(const std::vector<at::Tensor>& streams) {
+  const auto all = std::make_shared<SavedTensors>();
   n_streams_ = streams.size();
-  // Detached aliases: they share the version counter, but not the graph, whose
-  // nodes own this state.
-  for (const at::Tensor& stream : streams) {
-    saved_.emplace_back(stream.detach(), /*is_output=*/false);
-  }
-  for (const at::Tensor& tensor : side) {
-    saved_.emplace_back(tensor.detach(), /*is_output=*/false);
-  }
+  n_side_ = side.size();
+  save(*all, streams);
+  save(*all, std::move(side));
   side.clear();
+  for (const auto& record : records) {
+    if (record->memory) {
+      record->remembered = save(*all, record->memory->tensors());
+      record->memory->clear_tensors();
+    }
+    if (record->is_kept) {
+      record->correction = save(*all, {std::move(record->kept)});
+      record->kept.reset();
+    } else {
+      record->correction = save(*all, std::move(record->sidecar));
+      record->sidecar.clear();
+    }
+  }
   states = {};
+  saved_ = all;
   closed_ = true;
 }
 
 std::shared_ptr<Cursor> CallState::seek(size_t position) {
-  const int task = torch::autograd::get_current_graph_task_id();
-  std::shared_ptr<Cursor> cursor;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = cursors_.find(task);
-    cursor = found == cursors_.end() ? start(task) : found->second;
-  }
+  const auto cursor = current();
   while (cursor->position > position) {
     move(*records[cursor->position - 1], *cursor, /*backwards=*/true);
     --cursor->position;
@@ -53,34 +75,31 @@ std::shared_ptr<Cursor> CallState::seek(size_t position) {
   return cursor;
 }
 
-void CallState::done(Cursor& cursor) {
-  if (--cursor.left == 0) {
-    forget(torch::autograd::get_current_graph_task_id());
+std::shared_ptr<Cursor> CallState::current() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  const auto cursor = std::make_shared<Cursor>();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = cursors_.find(task);
+    if (found != cursors_.end()) {
+      return found->second;
+    }
+    TORCH_CHECK(
+        closed_,
+        "reversible: expected reversible_end before the backward pass, but got "
+        "none: only it keeps the final streams");
+    TORCH_CHECK(saved_, torch::autograd::ERR_BACKWARD_TWICE);
+    cursor->saved = saved_;
+    if (!torch::autograd::get_current_graph_task_keep_graph()) {
+      saved_.reset();
+    }
+    cursors_[task] = cursor;
   }
-}
-
-void CallState::forget(int task) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  cursors_.erase(task);
-}
-
-std::shared_ptr<Cursor> CallState::start(int task) {
-  TORCH_CHECK(
-      closed_,
-      "reversible: expected reversible_end before the backward pass, but got "
-      "none: only it keeps the final streams");
-  TORCH_CHECK(!freed_, torch::autograd::ERR_BACKWARD_TWICE);
-  auto cursor = std::make_shared<Cursor>();
-  cursor->position = cursor->left = records.size();
-  for (size_t i = 0; i < saved_.size(); ++i) {
-    (i < n_streams_ ? cursor->streams : cursor->side)
-        .push_back(saved_[i].unpack());
-  }
-  if (!torch::autograd::get_current_graph_task_keep_graph()) {
-    saved_.clear();
-    freed_ = true;
-  }
-  cursors_[task] = cursor;
+  // Without the lock: what unpacks may be Python and wait for the GIL.
+  cursor->position = records.size();
+  cursor->left = nodes;
+  cursor->streams = cursor->unpack({0, n_streams_});
+  cursor->side = cursor->unpack({n_streams_, n_streams_ + n_side_});
   // For the passes in which some nodes do not run.
   torch::autograd::Engine::get_default_engine().queue_callback(
       [self = weak_from_this(), task] {
@@ -91,29 +110,61 @@ std::shared_ptr<Cursor> CallState::start(int task) {
   return cursor;
 }
 
-void CallState::move(const Record& record, Cursor& cursor, bool backwards)
-    const {
-  const c10::AutoGradMode no_grad(false);
-  std::vector<at::Tensor> context;
-  context.reserve(record.reads.size());
-  for (const size_t i : record.reads) {
-    context.push_back(cursor.streams[i]);
+void CallState::done() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  bool last = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = cursors_.find(task);
+    last = found != cursors_.end() && --found->second->left == 0;
   }
-  const at::Tensor value = record.replay.again(
-      [&] { return record.f(arguments_of(record, context, cursor.side)); });
-  at::Tensor& acc = cursor.streams[record.acc];
-  acc = backwards ? reversible_sub(acc, value) : reversible_add(acc, value);
+  if (last) {
+    forget(task);
+  }
 }
 
-std::vector<c10::IValue> arguments_of(
-    const Record& record,
-    at::TensorList context,
-    at::TensorList side) {
-  std::vector<c10::IValue> arguments(context.begin(), context.end());
-  for (const auto& place : record.side) {
-    arguments.emplace_back(place ? c10::IValue(side[*place]) : c10::IValue());
+void CallState::forget(int task) {
+  std::shared_ptr<Cursor> cursor; // destroyed after the lock is released
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = cursors_.find(task);
+  if (found != cursors_.end()) {
+    cursor = std::move(found->second);
+    cursors_.erase(found);
   }
-  return arguments;
+}
+
+at::Tensor CallState::rebuilt(
+    const Record& record,
+    const Cursor& cursor,
+    const std::vector<at::Tensor>& values) {
+  const auto correction = cursor.unpack(record.correction);
+  if (record.is_kept) {
+    return correction[0];
+  }
+  const c10::AutoGradMode no_grad(false);
+  const at::Tensor estimate =
+      undo_rule(record.half.rule, cursor.streams[record.half.acc], values);
+  if (correction.empty()) {
+    return estimate;
+  }
+  return reversible_sidecar_decode(
+      estimate, correction[0], correction[1], correction[2], correction[3]);
+}
+
+void CallState::move(const Record& record, Cursor& cursor, bool backwards) {
+  const c10::AutoGradMode no_grad(false);
+  const Half& half = record.half;
+  at::Tensor& acc = cursor.streams[half.acc];
+  std::vector<at::Tensor> values;
+  if (!(backwards && record.is_kept)) {
+    values = record.again(
+        gather(cursor.streams, half.reads),
+        cursor.side,
+        cursor.unpack(record.remembered),
+        acc);
+  }
+  acc = backwards ? rebuilt(record, cursor, values)
+                  : apply_rule(half.rule, acc, values);
 }
 
 } // namespace torch_sm3::reversible

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <bit_pack.h>
+#include <memory_guard.h>
 #include <torch_sm3/check.h>
 #include <torch_sm3/reversible/remember.h>
 
@@ -23,6 +24,7 @@ struct MemoryFrame {
   std::vector<bool> taken = {};
 
   void load();
+  void load(std::vector<at::Tensor> kept);
   at::Tensor record(const at::Tensor& x, const std::string& key) const;
   at::Tensor recall(const at::Tensor& x, const std::string& key);
 
@@ -68,17 +70,26 @@ std::string named(const std::string& key, size_t index) {
 } // namespace
 
 void MemoryFrame::load() {
+  std::vector<at::Tensor> kept;
+  {
+    const std::lock_guard<std::mutex> lock(memory->mutex_);
+    kept = memory->values_;
+  }
+  load(std::move(kept));
+}
+
+void MemoryFrame::load(std::vector<at::Tensor> kept) {
   const std::lock_guard<std::mutex> lock(memory->mutex_);
   TORCH_CHECK(
-      memory->values_.size() == memory->entries_.size(),
+      kept.size() == memory->entries_.size(),
       "remember: expected the ",
       memory->entries_.size(),
       " values of ",
       memory->name,
       " to be loaded before they are recalled, but got ",
-      memory->values_.size());
+      kept.size());
   entries = memory->entries_;
-  values = memory->values_;
+  values = std::move(kept);
   taken.resize(entries.size());
 }
 
@@ -87,17 +98,7 @@ MemoryFrame::record(const at::Tensor& x, const std::string& key) const {
   const at::Tensor value =
       is_packed(x.scalar_type()) ? pack_bits(x) : x.detach();
   const std::lock_guard<std::mutex> lock(memory->mutex_);
-  auto& all = memory->entries_;
-  const bool known = std::any_of(
-      all.begin(), all.end(), [&](const Entry& e) { return e.key == key; });
-  TORCH_CHECK(
-      key.empty() || !known,
-      "remember: expected a new key for each value of ",
-      memory->name,
-      ", but got '",
-      key,
-      "' twice (argument 'key')");
-  all.push_back(
+  memory->entries_.push_back(
       {key,
        x.scalar_type(),
        x.sizes().vec(),
@@ -108,12 +109,22 @@ MemoryFrame::record(const at::Tensor& x, const std::string& key) const {
 }
 
 size_t MemoryFrame::find(const std::string& key) const {
-  for (size_t i = 0; i < entries.size(); ++i) {
-    if (entries[i].key == key && !(key.empty() && taken[i])) {
-      return i;
+  size_t found = entries.size();
+  for (size_t i = entries.size(); i-- > 0;) {
+    // A checkpointed region may run any number of times.
+    if (entries[i].key == key && !(taken[i] && mode == MemoryMode::kRecall)) {
+      TORCH_CHECK(
+          mode == MemoryMode::kRecall || found == entries.size(),
+          "remember: expected a key of its own for each value inside a "
+          "checkpointed region of ",
+          memory->name,
+          ", but got '",
+          key,
+          "' twice (argument 'key')");
+      found = i;
     }
   }
-  return entries.size();
+  return found;
 }
 
 void MemoryFrame::check(const Entry& entry, const at::Tensor& x, size_t index)
@@ -155,15 +166,7 @@ at::Tensor MemoryFrame::recall(const at::Tensor& x, const std::string& key) {
       entries.size(),
       ", but got ",
       key.empty() ? std::string("one more")
-                  : c10::str("the new key '", key, "'"));
-  // A checkpointed region may run any number of times.
-  TORCH_CHECK(
-      mode == MemoryMode::kVjp || !taken[index],
-      "remember: expected the key '",
-      key,
-      "' of ",
-      memory->name,
-      " once, but got it twice (argument 'key')");
+                  : c10::str("one more for the key '", key, "'"));
   taken[index] = true;
   const Entry& entry = entries[index];
   check(entry, x, index);
@@ -194,6 +197,23 @@ MemoryMode memory_mode(std::string_view name) {
       "'record', 'recall', 'vjp' or 'off'",
       c10::str("'", name, "'"));
   return MemoryMode::kOff;
+}
+
+MemoryGuard::MemoryGuard(
+    const c10::intrusive_ptr<ReversibleMemory>& memory,
+    MemoryMode mode,
+    std::vector<at::Tensor> values)
+    : depth_(frames.size()) {
+  MemoryFrame frame{memory, mode};
+  if (mode == MemoryMode::kRecall || mode == MemoryMode::kVjp) {
+    frame.load(std::move(values));
+  }
+  frames.push_back(std::move(frame));
+}
+
+MemoryGuard::~MemoryGuard() {
+  // Also those that F entered and, because it threw, never left.
+  frames.resize(depth_, MemoryFrame{nullptr, MemoryMode::kOff});
 }
 
 void ReversibleMemory::enter(MemoryMode mode) {
@@ -283,13 +303,22 @@ at::Tensor remember(const at::Tensor& x, const std::string& key) {
 
 namespace {
 
-at::Tensor reversible_remember(const at::Tensor& x, std::string_view key) {
-  if (frames.empty() || frames.back().mode == MemoryMode::kOff) {
+// What the frames below `depth` make of `x`. A function inside another one is
+// recorded by both, and when the outer one runs again, the inner one, whose
+// sequence is called anew, records what the outer one recalls.
+at::Tensor
+remember_in(size_t depth, const at::Tensor& x, const std::string& key) {
+  if (depth == 0 || frames[depth - 1].mode == MemoryMode::kOff) {
     return x;
   }
-  MemoryFrame& frame = frames.back();
-  return frame.mode == MemoryMode::kRecord ? frame.record(x, std::string(key))
-                                           : frame.recall(x, std::string(key));
+  if (frames[depth - 1].mode == MemoryMode::kRecord) {
+    return frames[depth - 1].record(remember_in(depth - 1, x, key), key);
+  }
+  return frames[depth - 1].recall(x, key);
+}
+
+at::Tensor reversible_remember(const at::Tensor& x, std::string_view key) {
+  return remember_in(frames.size(), x, std::string(key));
 }
 
 } // namespace

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <learned.h>
 #include <replay.h>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/equal.h>
 
@@ -12,6 +12,8 @@
 
 namespace torch_sm3::reversible {
 namespace {
+
+using Values = std::vector<at::Tensor>;
 
 constexpr c10::DeviceType kAutocastTypes[] = {at::kCPU, at::kCUDA};
 
@@ -65,6 +67,32 @@ class Finally {
 
  private:
   Restore restore_;
+};
+
+// Keeps the hooks of the caller away from what F saves for its own graph. F may
+// have hooks itself, as checkpointing does.
+class WithoutSavedTensorHooks {
+ public:
+  WithoutSavedTensorHooks() {
+    const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
+    if (!state.stack.empty()) {
+      outer_ = state;
+      at::impl::SavedTensorDefaultHooksTLS none;
+      none.disabled_error_message = state.disabled_error_message;
+      none.is_tracing = state.is_tracing;
+      at::SavedTensorDefaultHooks::set_tls_state(none);
+    }
+  }
+  ~WithoutSavedTensorHooks() {
+    if (outer_) {
+      at::SavedTensorDefaultHooks::set_tls_state(*outer_);
+    }
+  }
+  WithoutSavedTensorHooks(const WithoutSavedTensorHooks&) = delete;
+  WithoutSavedTensorHooks& operator=(const WithoutSavedTensorHooks&) = delete;
+
+ private:
+  std::optional<at::impl::SavedTensorDefaultHooksTLS> outer_;
 };
 
 // The cache of cast weights stays off: a weight cast without grad must not be
@@ -127,7 +155,7 @@ devices_of(at::TensorList arguments, const Inventory& inventory) {
   };
   std::for_each(arguments.begin(), arguments.end(), add);
   std::for_each(inventory.owned.begin(), inventory.owned.end(), add);
-  for (const at::Tensor& buffer : inventory.buffer_values()) {
+  for (const at::Tensor& buffer : inventory.buffers()) {
     add(buffer);
   }
   return devices;
@@ -152,21 +180,20 @@ void GeneratorStates::set(c10::Device device, at::Tensor state) {
   }
 }
 
-Replay::Replay(const ObjectPtr& module)
-    : module_(module),
-      inventory_(module),
-      flags_(inventory_.training()),
-      versions_(versions_of(inventory_.owned)),
+Replay::Replay(const Function& function)
+    : function_(function),
+      inventory_(function.inventory()),
+      flags_(inventory_->training()),
+      versions_(versions_of(inventory_->owned)),
       autocast_(autocast_now()) {}
 
-at::Tensor Replay::first(
-    const std::function<at::Tensor()>& run,
+Values Replay::first(
+    const std::function<Values()>& run,
     at::TensorList arguments,
     GeneratorStates& states) {
   const auto argument_versions = versions_of(arguments);
-  const auto known =
-      learned_buffers(module_, flags_, inventory_.buffers.size());
-  const auto before = inventory_.buffer_values();
+  const auto before = inventory_->buffers();
+  const auto known = function_.learned().changed_buffers(flags_, before.size());
   std::vector<at::Tensor> copies(before.size());
   for (size_t i = 0; i < before.size(); ++i) {
     if (!known || (*known)[i]) {
@@ -174,13 +201,14 @@ at::Tensor Replay::first(
     }
   }
   const auto buffer_versions = versions_of(before);
-  const auto devices = devices_of(arguments, inventory_);
+  const auto devices = devices_of(arguments, *inventory_);
   for (const c10::Device device : devices) {
     if (states.find(device) == nullptr) {
       states.set(device, state_of(device));
     }
   }
-  at::Tensor result;
+  Values result;
+  const WithoutSavedTensorHooks without_hooks;
   if (any_enabled(autocast_)) {
     const AutocastGuard guard(autocast_);
     result = run();
@@ -208,10 +236,10 @@ void Replay::record_buffers(
     const std::vector<at::Tensor>& copies,
     const std::vector<int64_t>& versions,
     const std::optional<std::vector<bool>>& known) {
+  const auto after = inventory_->buffers();
   std::vector<bool> changed(before.size());
   for (size_t i = 0; i < before.size(); ++i) {
-    const Attribute& attribute = inventory_.buffers[i];
-    const bool same_object = attribute.get().toTensor().is_same(before[i]);
+    const bool same_object = after[i].is_same(before[i]);
     const bool same_version = before[i]._version() == versions[i];
     if (copies[i].defined()) {
       // Batch norm writes its running statistics without a new version, so the
@@ -219,47 +247,48 @@ void Replay::record_buffers(
       changed[i] = known || !same_object || !same_version ||
                    !at::equal(copies[i], before[i]);
       if (changed[i]) {
-        buffers_.emplace_back(attribute, copies[i]);
+        buffers_.emplace_back(i, copies[i]);
       }
       continue;
     }
     TORCH_CHECK(
         same_version,
         "reversible_half_residual: expected F to change buffer '",
-        attribute.module->type()->getAttributeName(attribute.slot),
+        inventory_->buffer_name(i),
         "' in its first call already, but got a first change in a later one "
         "(argument 'f')");
     if (!same_object) {
-      buffers_.emplace_back(attribute, before[i]);
+      buffers_.emplace_back(i, before[i]);
     }
   }
   if (!known && !changed.empty()) {
-    learn_buffers(module_, flags_, std::move(changed));
+    function_.learned().set_changed_buffers(flags_, std::move(changed));
   }
 }
 
-at::Tensor Replay::again(const std::function<at::Tensor()>& run) const {
-  const Inventory now(module_);
-  check_weights(now);
-  const auto flags = now.training();
+Values Replay::again(const std::function<Values()>& run) const {
+  const auto now = function_.inventory();
+  check_weights(*now);
+  const auto flags = now->training();
+  const bool other_flags = flags != flags_;
   const Finally restore_flags([&] {
-    for (size_t i = 0; i < flags.size() && flags != flags_; ++i) {
-      now.flags[i].set(static_cast<bool>(flags[i]));
+    if (other_flags) {
+      now->set_training(flags);
     }
   });
-  for (size_t i = 0; i < flags.size() && flags != flags_; ++i) {
-    now.flags[i].set(static_cast<bool>(flags_[i]));
+  if (other_flags) {
+    now->set_training(flags_);
   }
-  std::vector<std::pair<Attribute, c10::IValue>> buffers;
+  std::vector<std::pair<size_t, at::Tensor>> buffers;
   const Finally restore_buffers([&] {
-    for (const auto& [attribute, value] : buffers) {
-      attribute.set(value);
+    for (const auto& [index, value] : buffers) {
+      now->set_buffer(index, value);
     }
   });
-  for (const auto& [attribute, value] : buffers_) {
-    buffers.emplace_back(attribute, attribute.get());
+  for (const auto& [index, value] : buffers_) {
+    buffers.emplace_back(index, now->keep_buffer(index));
     // A clone, because F changes it and the graph may be retained.
-    attribute.set(value.clone());
+    now->set_buffer(index, value.clone());
   }
   std::vector<std::pair<c10::Device, at::Tensor>> states;
   const Finally restore_states([&] {
@@ -271,6 +300,7 @@ at::Tensor Replay::again(const std::function<at::Tensor()>& run) const {
     states.emplace_back(device, state_of(device));
     set_state(device, state);
   }
+  const WithoutSavedTensorHooks without_hooks;
   if (any_enabled(autocast_) || any_enabled(autocast_now())) {
     const AutocastGuard guard(autocast_);
     return run();
@@ -279,10 +309,10 @@ at::Tensor Replay::again(const std::function<at::Tensor()>& run) const {
 }
 
 void Replay::check_weights(const Inventory& now) const {
-  bool same = now.owned.size() == inventory_.owned.size() &&
-              now.flags.size() == flags_.size();
+  bool same = now.owned.size() == inventory_->owned.size() &&
+              now.training().size() == flags_.size();
   for (size_t i = 0; same && i < now.owned.size(); ++i) {
-    same = now.owned[i].is_same(inventory_.owned[i]);
+    same = now.owned[i].is_same(inventory_->owned[i]);
   }
   TORCH_CHECK(
       same,

@@ -5,12 +5,13 @@
 /// What F's recompute must see again: generators, autocast, training flags,
 /// buffers and weights. The twin of torch_sm3/reversible/_replay.py.
 
-#include <scripted.h>
+#include <function.h>
 
 #include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -37,11 +38,12 @@ struct Autocast {
 /// One F's first run, to be run again with the same outcome.
 class Replay {
  public:
-  explicit Replay(const ObjectPtr& module);
+  /// \param function F, which must outlive this
+  explicit Replay(const Function& function);
 
   /// The tensors that required grad in the first run.
   const std::vector<at::Tensor>& owned() const {
-    return inventory_.owned;
+    return inventory_->owned;
   }
 
   /// Runs F and records what it needs to be run again.
@@ -50,15 +52,16 @@ class Replay {
   /// \param arguments all tensors that F is given
   /// \param states    generator states after the previous F; updated. They
   ///                  spare a snapshot, because nothing but F draws in between
-  at::Tensor first(
-      const std::function<at::Tensor()>& run,
+  std::vector<at::Tensor> first(
+      const std::function<std::vector<at::Tensor>()>& run,
       at::TensorList arguments,
       GeneratorStates& states);
 
   /// Runs F in the world of the first run and restores today's, also on throw.
   ///
   /// \param run runs F
-  at::Tensor again(const std::function<at::Tensor()>& run) const;
+  std::vector<at::Tensor>
+  again(const std::function<std::vector<at::Tensor>()>& run) const;
 
  private:
   void check_weights(const Inventory& now) const;
@@ -68,12 +71,12 @@ class Replay {
       const std::vector<int64_t>& versions,
       const std::optional<std::vector<bool>>& known);
 
-  ObjectPtr module_;
-  Inventory inventory_;
+  const Function& function_;
+  std::unique_ptr<Inventory> inventory_;
   std::vector<bool> flags_;
   std::vector<int64_t> versions_;
   std::vector<Autocast> autocast_;
-  std::vector<std::pair<Attribute, at::Tensor>> buffers_;
+  std::vector<std::pair<size_t, at::Tensor>> buffers_;
   std::vector<std::pair<c10::Device, at::Tensor>> states_;
 };
 

@@ -4,56 +4,35 @@
 /// \file
 /// A scripted module as a function that is run twice.
 
-#include <ATen/core/Tensor.h>
+#include <function.h>
+
 #include <ATen/core/ivalue.h>
 
+#include <memory>
 #include <vector>
 
 namespace torch_sm3::reversible {
 
 using ObjectPtr = c10::intrusive_ptr<c10::ivalue::Object>;
 
-/// Attribute of a module.
-struct Attribute {
-  ObjectPtr module;
-  size_t slot;
+class ScriptedModule;
 
-  c10::IValue get() const {
-    return module->getSlot(slot);
-  }
-  void set(c10::IValue value) const {
-    module->setSlot(slot, std::move(value));
-  }
-};
-
-/// All tensors and training flags below a module, at one moment.
-struct Inventory {
-  std::vector<at::Tensor> owned;  ///< tensors that require grad, each once
-  std::vector<Attribute> buffers; ///< other tensors
-  std::vector<Attribute> flags;   ///< attributes named `training`
-
-  explicit Inventory(const ObjectPtr& module);
-
-  std::vector<bool> training() const;
-  std::vector<at::Tensor> buffer_values() const;
-};
-
-/// A scripted module that returns one tensor.
-class Scripted {
+/// A scripted module whose `forward` returns a tensor.
+class ScriptedFunction : public Function {
  public:
   /// \param f module; anything else is a TypeError
-  explicit Scripted(const c10::IValue& f);
+  explicit ScriptedFunction(const c10::IValue& f);
 
-  const ObjectPtr& module() const {
-    return module_;
-  }
+  std::vector<at::Tensor>
+  operator()(const std::vector<at::Tensor>& arguments) const override;
 
-  /// Runs `forward` operator by operator. The optimising executor is kept out:
-  /// it draws dropout masks in another way with grad than without.
-  at::Tensor operator()(std::vector<c10::IValue> arguments) const;
+  std::unique_ptr<Inventory> inventory() const override;
+
+  Learned& learned() const override;
 
  private:
   ObjectPtr module_;
+  std::shared_ptr<ScriptedModule> known_;
 };
 
 } // namespace torch_sm3::reversible

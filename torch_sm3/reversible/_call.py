@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_sm3.reversible._block import Block, Stepwise, has_aux
 from torch_sm3.reversible._drift import Drift
 from torch_sm3.reversible._exact import Watch
-from torch_sm3.reversible._graph import GraphRecord
+from torch_sm3.reversible._graph import GraphStep
 from torch_sm3.reversible._hooks import (
     CastRecord,
     check_side,
@@ -31,8 +31,9 @@ from torch_sm3.reversible._hooks import (
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._moves import Move
 from torch_sm3.reversible._node import HalfNode, WholeNode
-from torch_sm3.reversible._record import HalfRecord
+from torch_sm3.reversible._record import HalfRecord, Record
 from torch_sm3.reversible._steps import Half, Step, Whole, is_stream
+from torch_sm3.reversible._vjp import check_declared
 from torch_sm3.reversible._whole import WholeRecord
 
 _FREED = (
@@ -47,7 +48,7 @@ _FREED = (
 class Cursor:
     """Streams of one backward pass, as they were after ``position`` steps."""
 
-    __slots__ = ("left", "position", "saved", "stack")
+    __slots__ = ("found", "left", "owner", "position", "saved", "stack")
 
     def __init__(
         self, position: int, stack: list[Any], saved: Sequence[Tensor], left: int
@@ -57,6 +58,9 @@ class Cursor:
         self.saved = saved
         #: Nodes that have not run yet in this pass.
         self.left = left
+        #: What the graph engine recomputed last, and the tensors that its F saved.
+        self.owner: Record | None = None
+        self.found: list[Tensor | None] = []
 
 
 class _Place:
@@ -128,8 +132,6 @@ class Call:
         self._cursors: dict[int, Cursor] = {}
         self._saved: Node | None = None
         self._items: list[Any] = []
-        #: The graph engine's tensors of the block that was recomputed last.
-        self.live: GraphRecord | None = None
         self.side: Any = ledger.side.without_tensors()
 
     def run_block(
@@ -191,20 +193,15 @@ class Call:
         self._n_nodes += 1
         reached = step.learned.undeclared
         if plan == "store" or engine == "graph" or (engine == "auto" and reached):
-            return self._run_in_graph(step, name, stack, plan, again=None)
+            return self._run_in_graph(step, name, stack, plan, engine)
         record = self._record(step, name, ledger)
         if plan == "checkpoint":
             record.keep_inputs(step, stack, ledger)
         outputs, aux = record.first(stack, ledger, self._watch)
         if step.learned.undeclared:
             if engine == "auto":
-                return self._run_in_graph(step, name, stack, plan, again=record)
-            raise RuntimeError(
-                f"reversible: expected every tensor that F of {name} needs the "
-                "gradient of to be an input, side context, or an attribute of F, but "
-                f"got one of shape {step.learned.undeclared[0]} from elsewhere "
-                "(argument 'F'); engine='graph' permits it"
-            )
+                return self._run_in_graph(step, name, stack, plan, engine, record)
+            check_declared(step, name)
         inputs = [x for i in step.reads if isinstance(x := stack[i], Tensor)]
         inputs += [ledger.side.tensors[i] for i in record.places]
         inputs += record.owned
@@ -235,16 +232,22 @@ class Call:
         return tree_unflatten(leaves, structure)
 
     def _run_in_graph(
-        self, step: Half | Whole, name: str, stack: list[Any], plan: str, again: Any
+        self,
+        step: Half | Whole,
+        name: str,
+        stack: list[Any],
+        plan: str,
+        engine: str,
+        again: Any = None,
     ) -> tuple[Any, ...]:
         ledger = self._ledger
         assert ledger is not None, "the call has not ended"
         record = again or self._record(step, name, ledger)
         if plan == "checkpoint" and again is None:
             record.keep_inputs(step, stack, ledger)
-        graph = GraphRecord(record, plan == "store")
-        aux = graph.first(self, stack, ledger, self._watch, again is not None)
-        self._records.append(graph)
+        graph = GraphStep(self, record, plan == "store", merge=engine != "graph")
+        aux = graph.first(stack, ledger, self._watch, again is not None)
+        self._records.append(record)
         return aux
 
     def _record(self, step: Half | Whole, name: str, ledger: Ledger) -> Any:
@@ -270,12 +273,15 @@ class Call:
         with torch.enable_grad():
             self._saved = _Saved.apply(_ANCHOR, tensors).grad_fn
 
+    def cursor(self) -> Cursor:
+        """Return this backward pass's cursor."""
+        task = torch._C._current_graph_task_id()
+        known = self._cursors.get(task)
+        return self._start(task) if known is None else known
+
     def seek(self, position: int) -> Cursor:
         """Return this backward pass's cursor, moved to after ``position`` steps."""
-        task = torch._C._current_graph_task_id()
-        cursor = self._cursors.get(task)
-        if cursor is None:
-            cursor = self._start(task)
+        cursor = self.cursor()
         while cursor.position > position:
             record = self._records[cursor.position - 1]
             record.move(cursor.stack, self.side, cursor.saved, backwards=True)
@@ -317,12 +323,9 @@ class Call:
 
     def _end(self, task: int) -> None:
         self._cursors.pop(task, None)
-        if self.live is not None:
-            self.live.drop()
-            self.live = None
         if self._judge is not None:
             self._judge(self._report)
 
 
 #: What may stand in a call's list of records.
-AnyRecord = HalfRecord | WholeRecord | GraphRecord | MoveRecord | CastRecord
+AnyRecord = HalfRecord | WholeRecord | MoveRecord | CastRecord

@@ -232,6 +232,8 @@ class AffineCoupling(_Coupling):
         )
 
     def _join_aux(self, found: Sequence[tuple[Any, ...]]) -> Any:
+        if not self.with_logdet:
+            return super()._join_aux(found)
         (first,), (second,) = found
         return first + second
 

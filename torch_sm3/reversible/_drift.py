@@ -172,7 +172,7 @@ class Sample:
         difference = torch.where(both, (new - old).abs(), 0).double()
         scale = torch.where(both, old.abs(), 0).double().amax()
         tiny = torch.finfo(old.dtype).tiny
-        ulp = torch.where(both, (_ordinal(new) - _ordinal(old)).abs(), 0)
+        ulp = torch.where(both, (ordinal(new) - ordinal(old)).abs(), 0)
         return Drift(
             block,
             ulp.amax(),
@@ -189,7 +189,7 @@ def _strided(tensor: Tensor, count: int) -> Tensor:
     return flat[:: max(1, -(-flat.numel() // count))]
 
 
-def _ordinal(values: Tensor) -> Tensor:
+def ordinal(values: Tensor) -> Tensor:
     """Number the representable values, so that neighbours differ by one."""
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     width = values.dtype.itemsize

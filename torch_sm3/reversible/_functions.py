@@ -207,9 +207,8 @@ class AffineFunction(Function):
         with_logdet: bool,
         context: Sequence[str] | None,
     ) -> None:
-        super().__init__([layer], context=context)
+        super().__init__([layer], has_aux=with_logdet, context=context)
         self.clamp = clamp
-        self.with_logdet = with_logdet
 
     def run(
         self, context: Sequence[Any], kwargs: Sequence[dict[str, Any]], name: str
@@ -231,7 +230,9 @@ class AffineFunction(Function):
                 f"got {got} (argument 'F')"
             )
         scale, shift = value
-        if not self.with_logdet:
+        if not self.has_aux:
             return [scale, shift], NO_AUX
         log_scale = self.clamp * torch.tanh(scale / self.clamp)
-        return [scale, shift], (log_scale.flatten(1).sum(1),)
+        if log_scale.dim() > 1:
+            log_scale = log_scale.flatten(1).sum(1)
+        return [scale, shift], (log_scale,)

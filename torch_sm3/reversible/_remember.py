@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +46,29 @@ def remember(x: Tensor, key: str | None = None) -> Tensor:
         >>> remember(scores.topk(2).indices)
         tensor([1, 0])
     """
+    for listen in _listeners.of_thread:
+        listen(x)
     return _ops.reversible_remember(x, "" if key is None else key)
+
+
+class _Listeners(threading.local):
+    """Who is told of calls of :func:`remember` in this thread."""
+
+    def __init__(self) -> None:
+        self.of_thread: list[Callable[[Tensor], None]] = []
+
+
+_listeners = _Listeners()
+
+
+@contextlib.contextmanager
+def listener(listen: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call ``listen`` with every tensor that is remembered meanwhile."""
+    _listeners.of_thread.append(listen)
+    try:
+        yield
+    finally:
+        _listeners.of_thread.remove(listen)
 
 
 class Memory:

@@ -32,6 +32,7 @@ from torch_sm3.reversible._plan import (
     settings_checked,
 )
 from torch_sm3.reversible._region import eager_region, load_compiler
+from torch_sm3.reversible._replay import Inventory
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Half, Step, is_stream
 from torch_sm3.reversible._surroundings import check_surroundings, needs_graph
@@ -201,9 +202,7 @@ class ReversibleSequence(Block):
     def _whole_run(
         self, stack: Sequence[Any], side: dict[str, Any], plain: bool
     ) -> Any:
-        items = list(stack)
-        if self.split_dim is not None:
-            items[:1] = halves(items[0], self.split_dim, "ReversibleSequence")
+        items = self.entering(stack)
         check_count("ReversibleSequence", self.n_in, items)
         context = Side(side)
         check_names("ReversibleSequence", context, self)
@@ -223,12 +222,21 @@ class ReversibleSequence(Block):
         with_aux = [i for i, block in enumerate(self) if has_aux(block)]
         return (result, tuple([aux[i] for i in with_aux])) if with_aux else result
 
+    def entering(self, stack: Sequence[Any]) -> list[Any]:
+        """Return the stack that the blocks get: one tensor may come as two halves."""
+        items = list(stack)
+        if self.split_dim is not None and items:
+            items[:1] = halves(items[0], self.split_dim, "ReversibleSequence")
+        return items
+
     def _run_plainly(
         self, items: list[Any], context: Side, merge: bool = False
     ) -> list[Any]:
         def run(stack: list[Any], given: Any) -> Any:
             side = given if isinstance(given, Side) else Side(given)
-            return run_steps(block, stack, side, name, rule=self._rule, merge=merge)
+            # Only the node engine sums gradients in another order than the plain run.
+            merged = merge and self._engine_of(block) != "graph"
+            return run_steps(block, stack, side, name, rule=self._rule, merge=merged)
 
         aux = []
         for i, block in enumerate(self):
@@ -239,6 +247,11 @@ class ReversibleSequence(Block):
                 aux.append(run(items, context))
         return aux
 
+    def _engine_of(self, block: Block) -> str:
+        if self.engine == "auto" and (self.double_backward or needs_graph(block)):
+            return "graph"
+        return self.engine
+
     def _run_recorded(
         self,
         items: list[Any],
@@ -248,8 +261,7 @@ class ReversibleSequence(Block):
     ) -> list[Any]:
         plans = [entry.plan for entry in self._plans(stack, side)]
         if all(plan == "store" for plan in plans):
-            # Only the node engine sums gradients in another order than the plain run.
-            return self._run_plainly(items, context, merge=self.engine != "graph")
+            return self._run_plainly(items, context, merge=True)
         check_surroundings([*items, *context.tensors, *self.parameters()])
         check_streams(self, items, plans)
         options = Options(
@@ -258,18 +270,14 @@ class ReversibleSequence(Block):
         call = Call(Ledger(context, options, self.stats), self._judge)
         aux = []
         for i, (block, plan) in enumerate(zip(self, plans, strict=True)):
-            engine = self.engine
-            if engine == "auto" and (self.double_backward or needs_graph(block)):
-                engine = "graph"
+            engine = self._engine_of(block)
             aux.append(call.run_block(block, f"block {i}", items, plan, engine))
         call.close(items)
         return aux
 
     def inverse(self, *stack: Any, **side: Any) -> tuple[Any, ...]:
         """Return the inputs that :meth:`forward` maps to ``stack``."""
-        items = list(stack)
-        if self.split_dim is not None:
-            items[:1] = halves(items[0], self.split_dim, "ReversibleSequence")
+        items = self.entering(stack)
         check_count("ReversibleSequence", self.n_out, items)
         context = Side(side)
         check_names("ReversibleSequence", context, self)
@@ -290,6 +298,11 @@ class ReversibleSequence(Block):
             from torch_sm3.reversible._check import check_reversible
 
             report = check_reversible(self, *stack, **side)
+            if any(entry.plan == "error" for entry in report.plan):
+                raise RuntimeError(
+                    "ReversibleSequence: expected blocks that can be reversed, but "
+                    f"got\n{report.explain()}"
+                )
             self._entries = entries_of(report.plan, self.keep_every, list(self))
         return self._entries
 
@@ -308,7 +321,10 @@ class ReversibleSequence(Block):
             return False
         if any(isinstance(item, Tensor) and item.requires_grad for item in items):
             return True
-        return any(p.requires_grad for p in self.parameters())
+        if any(p.requires_grad for p in self.parameters()):
+            return True
+        # Weights as plain attributes, for instance in a replica of nn.DataParallel.
+        return bool(Inventory([self]).owned)
 
 
 def _flattened(blocks: Sequence[Block]) -> list[Block]:

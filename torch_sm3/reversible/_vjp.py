@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from torch_sm3.reversible._replay import Replay
 
@@ -45,7 +46,7 @@ def undeclared(
     """Return the shape of a leaf that F's graph reaches beyond ``inputs``, if any."""
     known = {id(tensor) for tensor in inputs}
     seen = {t.grad_fn for t in inputs if t.grad_fn is not None}
-    todo = [root.grad_fn for root in roots if isinstance(root, Tensor)]
+    todo = [root.grad_fn for root in tree_leaves(roots) if isinstance(root, Tensor)]
     while todo:
         node = todo.pop()
         if node is None or node in seen:
@@ -56,6 +57,21 @@ def undeclared(
             return (tuple(leaf.shape),)
         todo += [edge[0] for edge in node.next_functions]
     return ()
+
+
+def check_declared(step: Any, name: str) -> None:
+    """Refuse a step whose first call reached a tensor from elsewhere.
+
+    Raises:
+        RuntimeError: if F's graph does.
+    """
+    if step.learned.undeclared:
+        raise RuntimeError(
+            f"reversible: expected every tensor that F of {name} needs the gradient of "
+            "to be an input, side context, or an attribute of F, but got one of shape "
+            f"{step.learned.undeclared[0]} from elsewhere (argument 'F'); "
+            "engine='graph' permits it"
+        )
 
 
 class _SuspendedHooks:

@@ -15,6 +15,7 @@
 /// \endcode
 
 #include <torch_sm3/export.h>
+#include <torch_sm3/reversible/options.h>
 
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
@@ -28,15 +29,15 @@
 
 namespace torch_sm3::reversible {
 
-struct CallState;
+class Streams;
 
 /// One pass of streams through half-residuals. Not part of any module; it is
 /// neither saved nor copied.
 class TORCH_SM3_API ReversibleCall : public torch::CustomClassHolder {
  public:
-  /// \param streams     tensors that the half-residuals change
-  /// \param allow_drift permits many additions to 16-bit streams
-  ReversibleCall(at::TensorList streams, bool allow_drift);
+  /// \param streams tensors that the half-residuals change
+  /// \param options how they are rebuilt
+  ReversibleCall(at::TensorList streams, const CallOptions& options);
   ~ReversibleCall() override;
 
   /// Returns `acc + F(context..., side...)`.
@@ -53,29 +54,28 @@ class TORCH_SM3_API ReversibleCall : public torch::CustomClassHolder {
   struct Slot {
     at::Tensor value;
     int64_t version;
-    int64_t additions;
   };
 
   int64_t find(const at::Tensor& stream, int64_t other_than) const;
-  void check_precision(const Slot& slot) const;
-  at::Tensor recorded(
-      const c10::IValue& f,
-      int64_t acc,
-      std::vector<int64_t> reads,
-      const c10::List<std::optional<at::Tensor>>& side);
+  void update(size_t stream);
 
-  // The nodes own the state, but never the slots: those hold the nodes.
-  std::shared_ptr<CallState> state_;
+  std::unique_ptr<Streams> streams_; // null after the end
   std::vector<Slot> slots_;
-  bool allow_drift_;
-  bool ended_ = false;
+  std::vector<at::Tensor>
+      originals_; // what the caller gave, until it is changed
+  int64_t halves_ = 0;
 };
 
 /// Starts a call.
 ///
-/// \param streams tensors that the half-residuals will change
-/// \param options JSON object; "" for none. `{"allow_drift": true}` permits
-///                more than four additions to one float16 or bfloat16 stream
+/// \param streams tensors that the half-residuals will change. With exact
+/// "grid"
+///                they are rounded to the grid, and in the call the given
+///                tensors stand for the rounded ones
+/// \param options JSON object; "" for none. Keys: "exact": "none", "grid" or
+///                "sidecar"; "grid_bits": 16; "overflow": "store" or "raise";
+///                "allow_drift": true permits more than four additions to one
+///                float16 or bfloat16 stream
 TORCH_SM3_API c10::intrusive_ptr<ReversibleCall>
 reversible_begin(at::TensorList streams, const std::string& options);
 
@@ -99,7 +99,7 @@ TORCH_SM3_API at::Tensor reversible_half_residual(
 ///
 /// \param call    what `reversible_begin` returned
 /// \param streams all final streams, in any order
-/// \return `streams`
+/// \return the streams, in that order
 TORCH_SM3_API std::vector<at::Tensor> reversible_end(
     const c10::intrusive_ptr<ReversibleCall>& call,
     at::TensorList streams);

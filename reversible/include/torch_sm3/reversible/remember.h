@@ -28,7 +28,8 @@ namespace torch_sm3::reversible {
 ///
 /// \param x   value, usually an index or a mask; bool is kept in bits
 /// \param key name of the value; needed inside a checkpointed region, whose
-///            second run may come in another order
+///            second run may come in another order. Values with equal names
+///            keep their order outside such regions
 TORCH_SM3_API at::Tensor
 remember(const at::Tensor& x, const std::string& key = "");
 
@@ -45,7 +46,8 @@ TORCH_SM3_API MemoryMode memory_mode(std::string_view name);
 
 /// The values that one run of one function remembered.
 ///
-/// A thread's current memory is the one that it entered last. Threads may enter
+/// A thread's current memory is the one that it entered last. While that one
+/// records, the one before it sees the values too, before it. Threads may enter
 /// one memory at the same time to recall, each with its own place in the order.
 class TORCH_SM3_API ReversibleMemory : public torch::CustomClassHolder {
  public:

@@ -1,0 +1,3 @@
+// SPDX-License-Identifier: Apache-2.0
+#define TORCH_SM3_ISA avx2
+#include <checksum_kernel_impl.h>

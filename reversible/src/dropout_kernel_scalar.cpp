@@ -1,0 +1,3 @@
+// SPDX-License-Identifier: Apache-2.0
+#define TORCH_SM3_ISA scalar
+#include <dropout_kernel_impl.h>

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks run, and what does not depend on a quiet machine holds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+
+pytestmark = pytest.mark.slow
+
+
+def run(name: str, json_file: Path, *options: str) -> dict:
+    command = [sys.executable, str(BENCHMARKS / name), "--quick", *options]
+    command += ["--json", str(json_file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(json_file.read_text())
+
+
+def test_streams_of_exact_modes_do_not_drift(tmp_path: Path) -> None:
+    picture = tmp_path / "drift.png"
+    found = run(
+        "reversible_drift.py", tmp_path / "f.json", "--check", f"--png={picture}"
+    )
+    assert {row["depth"] for row in found["rows"]} == {4, 8, 16}
+    assert picture.stat().st_size > 0
+
+
+def test_activation_memory_does_not_grow_with_depth(tmp_path: Path) -> None:
+    found = run("reversible_memory.py", tmp_path / "f.json", "--check")
+    by_depth = found["peak_bytes"]["node, none"]
+    assert len(set(by_depth.values())) == 1
+    assert by_depth["24"] < found["peak_bytes"]["plain"]["24"] / 5
+
+
+def test_every_way_to_step_is_timed(tmp_path: Path) -> None:
+    found = run("reversible_step.py", tmp_path / "f.json")
+    assert {"plain", "checkpoint", "node, grid", "graph, none"} <= set(found["rounds"])
+    assert all(len(times) == 3 for times in found["rounds"].values())
+
+
+def test_larger_models_fit_under_a_cap(tmp_path: Path) -> None:
+    found = run("memory_cap.py", tmp_path / "f.json", "--check")
+    assert all(figure["holds"] for figure in found["figures"])
