@@ -160,7 +160,7 @@ class Call:
             self._note_casts(stack[: block.n_in], items, name)
             found = [self.run(s, name, items, plan, engine) for s in block._steps()]
             inner.extend(items)
-            return block._join_aux(found)
+            return block._join_aux(found) if with_aux else ()
 
         aux = run_inside(block, stack, ledger.side, with_aux, run)
         self._note_casts(inner, stack[: block.n_out], name)
