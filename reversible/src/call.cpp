@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <call_options.h>
+#include <identity.h>
 #include <scripted.h>
 #include <streams.h>
 #include <torch_sm3/check.h>
@@ -151,6 +152,10 @@ std::vector<at::Tensor> ReversibleCall::end(at::TensorList streams) {
 c10::intrusive_ptr<ReversibleCall>
 reversible_begin(at::TensorList streams, const std::string& options) {
   check_not_traced();
+  TORCH_CHECK(
+      !in_functorch(),
+      "reversible_begin: expected no functorch transform, but got one, which "
+      "the nodes of this engine do not know");
   return c10::make_intrusive<ReversibleCall>(
       streams, parse_call_options(options));
 }
@@ -187,6 +192,11 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
   define(
       "reversible_end(__torch__.torch.classes.torch_sm3.ReversibleCall call, "
       "Tensor[] streams) -> Tensor[]");
+}
+
+// Raises there, with the reason.
+TORCH_LIBRARY_IMPL(torch_sm3, FuncTorchBatched, m) {
+  m.impl("reversible_begin", &reversible_begin);
 }
 
 TORCH_LIBRARY_IMPL(torch_sm3, CompositeImplicitAutograd, m) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <call_state.h>
-#include <exact.h>
+#include <torch_sm3/reversible/sidecar.h>
 
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -144,7 +144,11 @@ at::Tensor CallState::rebuilt(
   const c10::AutoGradMode no_grad(false);
   const at::Tensor estimate =
       undo_rule(record.half.rule, cursor.streams[record.half.acc], values);
-  return correction.empty() ? estimate : decode(estimate, correction);
+  if (correction.empty()) {
+    return estimate;
+  }
+  return reversible_sidecar_decode(
+      estimate, correction[0], correction[1], correction[2], correction[3]);
 }
 
 void CallState::move(const Record& record, Cursor& cursor, bool backwards) {

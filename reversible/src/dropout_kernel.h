@@ -5,23 +5,11 @@
 /// Kernel of `reversible_dropout` on flat memory. Compiled once for each
 /// instruction set from dropout_kernel_impl.h.
 
-#include <scalar_math.h>
+#include <dropout_math.h>
 
 #include <cstdint>
 
 namespace torch_sm3::reversible {
-
-inline constexpr int kDropoutDims = 12;
-
-/// Which word of the random sequence belongs to an element: `start` plus its
-/// index in each dimension times the dimension's stride, modulo 2^64.
-/// Dimensions are in the order of memory and merged where they can be.
-struct DropoutIndex {
-  uint64_t start;
-  int dims; ///< 1 or more
-  int64_t sizes[kDropoutDims];
-  int64_t strides[kDropoutDims];
-};
 
 struct Dropout {
   const void* x;

@@ -5,7 +5,6 @@
 /// which define TORCH_SM3_ISA, the end of the function's name.
 
 #include <dropout_kernel.h>
-#include <dropout_math.h>
 #include <instruction_sets.h>
 
 #include <algorithm>
@@ -42,19 +41,10 @@ const uint32_t* scattered(
     uint64_t seed,
     Words words) {
   for (int64_t i = 0; i < size; ++i) {
-    words[i] = philox_word(n + static_cast<uint64_t>(i * stride), seed);
+    words[i] = philox_word(
+        n + static_cast<uint64_t>(i) * static_cast<uint64_t>(stride), seed);
   }
   return words;
-}
-
-// The word of element i, which begins or goes on with a row.
-uint64_t word_of(const DropoutIndex& index, int64_t i) {
-  uint64_t n = index.start;
-  for (int d = index.dims - 1; d >= 0; --d) {
-    n += static_cast<uint64_t>(i % index.sizes[d] * index.strides[d]);
-    i /= index.sizes[d];
-  }
-  return n;
 }
 
 template <class T>
@@ -73,7 +63,7 @@ void dropout_range(
   for (int64_t first = begin; first < end;) {
     const int64_t left_of_row = row - first % row;
     const int64_t size = std::min({kChunk, end - first, left_of_row});
-    const uint64_t n = word_of(d.index, first);
+    const uint64_t n = dropout_word(d.index, first);
     const uint32_t* words = stride == 1
                                 ? consecutive(n, size, seed, buffer)
                                 : scattered(n, stride, size, seed, buffer);

@@ -10,6 +10,8 @@
 
 namespace torch_sm3::reversible {
 
+at::OptionalSymIntArrayRef as_symbols(at::OptionalIntArrayRef strides);
+
 /// Checks the arguments of `reversible_dropout`.
 void check_dropout(
     const at::Tensor& x,

@@ -51,6 +51,29 @@ TORCH_SM3_INLINE uint32_t philox_word(uint64_t n, uint64_t seed) {
   return (n & 1) == 0 ? even : odd;
 }
 
+inline constexpr int kDropoutDims = 12;
+
+/// Which word of the random sequence belongs to an element: `start` plus its
+/// index in each dimension times the dimension's stride, modulo 2^64.
+/// Dimensions are in the order of memory and merged where they can be.
+struct DropoutIndex {
+  uint64_t start;
+  int dims; ///< 1 or more
+  int64_t sizes[kDropoutDims];
+  int64_t strides[kDropoutDims];
+};
+
+/// The word that belongs to element i in the order of memory.
+TORCH_SM3_INLINE uint64_t dropout_word(const DropoutIndex& index, int64_t i) {
+  uint64_t n = index.start;
+  for (int d = index.dims - 1; d >= 0; --d) {
+    n += static_cast<uint64_t>(i % index.sizes[d]) *
+         static_cast<uint64_t>(index.strides[d]);
+    i /= index.sizes[d];
+  }
+  return n;
+}
+
 /// A word below the threshold, up to 2^32, drops its element.
 template <class T, class C>
 TORCH_SM3_INLINE T dropout(T x, uint32_t word, uint64_t threshold, C scale) {

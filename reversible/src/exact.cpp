@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <exact.h>
-#include <find_operator.h>
+#include <torch_sm3/reversible/grid.h>
+#include <torch_sm3/reversible/sidecar.h>
 
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -21,18 +22,6 @@ constexpr int64_t kPerWide = 256;
 // On a device the CPU reads a measurement this many halves later.
 constexpr size_t kLag = 2;
 
-using Encoded = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-Encoded encode(const Tensor& x, const Tensor& estimate) {
-  static const auto op =
-      find_operator<Encoded(const Tensor&, const Tensor&, int64_t, int64_t)>(
-          "torch_sm3::reversible_sidecar_encode");
-  // Small tensors get some room too.
-  const int64_t bytes = x.numel() / kPerByte + 1;
-  const int64_t wide = x.numel() / kPerWide + 1;
-  return op.call(x, estimate, bytes, wide);
-}
-
 // The magnitude from which sums on the grid may round.
 double grid_limit(const Tensor& acc, int64_t bits) {
   const int digits = acc.scalar_type() == at::kDouble
@@ -47,22 +36,6 @@ Tensor trimmed(const Tensor& tensor, int64_t used) {
 }
 
 } // namespace
-
-Tensor quantize(const Tensor& x, int64_t bits) {
-  static const auto op = find_operator<Tensor(const Tensor&, int64_t)>(
-      "torch_sm3::reversible_quantize");
-  return op.call(x, bits);
-}
-
-Tensor decode(const Tensor& estimate, at::TensorList sidecar) {
-  static const auto op = find_operator<Tensor(
-      const Tensor&,
-      const Tensor&,
-      const Tensor&,
-      const Tensor&,
-      const Tensor&)>("torch_sm3::reversible_sidecar_decode");
-  return op.call(estimate, sidecar[0], sidecar[1], sidecar[2], sidecar[3]);
-}
 
 Tensor Corrections::apply(
     const std::shared_ptr<Record>& record,
@@ -87,8 +60,12 @@ void Corrections::complete(
   if (options_.exact != Exact::kSidecar) {
     return;
   }
-  auto [codes, bytes, wide, offsets, used] =
-      encode(acc, undo_rule(record->half.rule, out, values));
+  // Small tensors get some room too.
+  auto [codes, bytes, wide, offsets, used] = reversible_sidecar_encode(
+      acc,
+      undo_rule(record->half.rule, out, values),
+      acc.numel() / kPerByte + 1,
+      acc.numel() / kPerWide + 1);
   record->sidecar = {codes, bytes, wide, offsets};
   watch(record, acc, used, 0);
 }

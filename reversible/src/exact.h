@@ -19,15 +19,6 @@
 
 namespace torch_sm3::reversible {
 
-/// Returns the nearest numbers of the grid; the gradient passes straight
-/// through.
-at::Tensor quantize(const at::Tensor& x, int64_t bits);
-
-/// Corrects an estimate by a sidecar.
-///
-/// \param sidecar codes, bytes, wide and offsets
-at::Tensor decode(const at::Tensor& estimate, at::TensorList sidecar);
-
 /// Adds to the records of one call what their exact reversal needs.
 class Corrections {
  public:

@@ -87,4 +87,8 @@ TORCH_LIBRARY_IMPL(torch_sm3, CompositeImplicitAutograd, m) {
   m.impl("reversible_identity", &reversible_identity);
 }
 
+TORCH_LIBRARY_IMPL(torch_sm3, FuncTorchBatched, m) {
+  m.impl("reversible_identity", &reversible_identity);
+}
+
 } // namespace torch_sm3::reversible

@@ -3,6 +3,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/equal.h>
 
@@ -66,6 +67,32 @@ class Finally {
 
  private:
   Restore restore_;
+};
+
+// Keeps the hooks of the caller away from what F saves for its own graph. F may
+// have hooks itself, as checkpointing does.
+class WithoutSavedTensorHooks {
+ public:
+  WithoutSavedTensorHooks() {
+    const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
+    if (!state.stack.empty()) {
+      outer_ = state;
+      at::impl::SavedTensorDefaultHooksTLS none;
+      none.disabled_error_message = state.disabled_error_message;
+      none.is_tracing = state.is_tracing;
+      at::SavedTensorDefaultHooks::set_tls_state(none);
+    }
+  }
+  ~WithoutSavedTensorHooks() {
+    if (outer_) {
+      at::SavedTensorDefaultHooks::set_tls_state(*outer_);
+    }
+  }
+  WithoutSavedTensorHooks(const WithoutSavedTensorHooks&) = delete;
+  WithoutSavedTensorHooks& operator=(const WithoutSavedTensorHooks&) = delete;
+
+ private:
+  std::optional<at::impl::SavedTensorDefaultHooksTLS> outer_;
 };
 
 // The cache of cast weights stays off: a weight cast without grad must not be
@@ -181,6 +208,7 @@ Values Replay::first(
     }
   }
   Values result;
+  const WithoutSavedTensorHooks without_hooks;
   if (any_enabled(autocast_)) {
     const AutocastGuard guard(autocast_);
     result = run();
@@ -272,6 +300,7 @@ Values Replay::again(const std::function<Values()>& run) const {
     states.emplace_back(device, state_of(device));
     set_state(device, state);
   }
+  const WithoutSavedTensorHooks without_hooks;
   if (any_enabled(autocast_) || any_enabled(autocast_now())) {
     const AutocastGuard guard(autocast_);
     return run();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <find_operator.h>
 #include <rule.h>
+#include <torch_sm3/reversible/affine.h>
+#include <torch_sm3/reversible/grid.h>
 #include <torch_sm3/reversible/residual.h>
 
 #include <ATen/ops/real.h>
@@ -12,46 +13,6 @@ namespace {
 
 using at::Tensor;
 using Values = std::vector<Tensor>;
-
-std::tuple<Tensor, Tensor>
-grid_add(const Tensor& acc, const Tensor& value, int64_t bits) {
-  static const auto op = find_operator<std::tuple<Tensor, Tensor>(
-      const Tensor&, const Tensor&, int64_t)>("torch_sm3::reversible_grid_add");
-  return op.call(acc, value, bits);
-}
-
-Tensor grid_sub(const Tensor& acc, const Tensor& value, int64_t bits) {
-  static const auto op =
-      find_operator<Tensor(const Tensor&, const Tensor&, int64_t)>(
-          "torch_sm3::reversible_grid_sub");
-  return op.call(acc, value, bits);
-}
-
-using Affine = Tensor(const Tensor&, const Tensor&, const Tensor&, double);
-
-Tensor affine(const Tensor& acc, const Values& values, double clamp) {
-  static const auto op = find_operator<Affine>("torch_sm3::reversible_affine");
-  const auto type = acc.scalar_type();
-  return op.call(acc, values[0].to(type), values[1].to(type), clamp);
-}
-
-Tensor affine_inverse(const Tensor& out, const Values& values, double clamp) {
-  static const auto op =
-      find_operator<Affine>("torch_sm3::reversible_affine_inverse");
-  const auto type = out.scalar_type();
-  return op.call(out, values[0].to(type), values[1].to(type), clamp);
-}
-
-std::tuple<Tensor, Tensor> affine_backward(
-    const Tensor& grad,
-    const Tensor& acc,
-    const Tensor& scale,
-    double clamp) {
-  static const auto op = find_operator<std::tuple<Tensor, Tensor>(
-      const Tensor&, const Tensor&, const Tensor&, double)>(
-      "torch_sm3::reversible_affine_backward");
-  return op.call(grad, acc, scale.to(acc.scalar_type()), clamp);
-}
 
 // As the gradient of a cast.
 Tensor cast_grad(const Tensor& grad, const Tensor& value) {
@@ -145,14 +106,18 @@ Tensor apply_rule(
     Tensor* amax) {
   switch (rule.kind) {
     case Rule::Kind::kGrid: {
-      auto [out, largest] = grid_add(acc, values[0], rule.bits);
+      auto [out, largest] = reversible_grid_add(acc, values[0], rule.bits);
       if (amax != nullptr) {
         *amax = largest;
       }
       return out;
     }
     case Rule::Kind::kAffine:
-      return affine(acc, values, rule.number);
+      return reversible_affine(
+          acc,
+          values[0].to(acc.scalar_type()),
+          values[1].to(acc.scalar_type()),
+          rule.number);
     case Rule::Kind::kMomentum:
       return acc.mul(rule.number)
           .add(values[0].to(acc.scalar_type()), 1 - rule.number);
@@ -164,9 +129,13 @@ Tensor apply_rule(
 Tensor undo_rule(const Rule& rule, const Tensor& out, const Values& values) {
   switch (rule.kind) {
     case Rule::Kind::kGrid:
-      return grid_sub(out, values[0], rule.bits);
+      return reversible_grid_sub(out, values[0], rule.bits);
     case Rule::Kind::kAffine:
-      return affine_inverse(out, values, rule.number);
+      return reversible_affine_inverse(
+          out,
+          values[0].to(out.scalar_type()),
+          values[1].to(out.scalar_type()),
+          rule.number);
     case Rule::Kind::kMomentum:
       return out.sub(values[0].to(out.scalar_type()), 1 - rule.number)
           .div(rule.number);
@@ -182,8 +151,8 @@ RuleGrads rule_backward(
     const Values& values) {
   switch (rule.kind) {
     case Rule::Kind::kAffine: {
-      auto [acc_grad, scale_grad] =
-          affine_backward(grad, acc, values[0], rule.number);
+      auto [acc_grad, scale_grad] = reversible_affine_backward(
+          grad, acc, values[0].to(acc.scalar_type()), rule.number);
       return {
           acc_grad,
           {cast_grad(scale_grad, values[0]), cast_grad(grad, values[1])}};

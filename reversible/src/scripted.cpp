@@ -113,25 +113,32 @@ ScriptedFunction::ScriptedFunction(const c10::IValue& f) {
       "method, but got one without, as torch.jit.freeze leaves it: freeze the "
       "parts around reversible blocks, not the blocks (argument 'f')");
   module_ = f.toObject();
-  learned_ = learned_of(module_);
+  known_ = known_of(module_);
 }
 
 std::vector<at::Tensor>
 ScriptedFunction::operator()(const std::vector<at::Tensor>& arguments) const {
+  // For what is called through an interface and is not part of the code.
   const torch::jit::GraphOptimizerEnabledGuard unoptimised(false);
   std::vector<c10::IValue> stack{module_};
   for (const at::Tensor& argument : arguments) {
     stack.emplace_back(
         argument.defined() ? c10::IValue(argument) : c10::IValue());
   }
-  const c10::IValue result =
-      module_->type()->getMethod("forward")(std::move(stack));
+  const auto& method = module_->type()->getMethod("forward");
+  method.getSchema().checkAndNormalizeInputs(stack, {});
+  torch::jit::InterpreterState(known_->forward(method)).run(stack);
+  const c10::IValue& result = stack.back();
   TORCH_CHECK_TYPE(
       result.isTensor() && result.toTensor().defined(),
       "reversible_half_residual: expected F to return a tensor, but got ",
       result.tagKind(),
       " (argument 'f')");
   return {result.toTensor()};
+}
+
+Learned& ScriptedFunction::learned() const {
+  return known_->learned;
 }
 
 std::unique_ptr<Inventory> ScriptedFunction::inventory() const {

@@ -15,26 +15,24 @@ namespace torch_sm3::reversible {
 
 using ObjectPtr = c10::intrusive_ptr<c10::ivalue::Object>;
 
+class ScriptedModule;
+
 /// A scripted module whose `forward` returns a tensor.
 class ScriptedFunction : public Function {
  public:
   /// \param f module; anything else is a TypeError
   explicit ScriptedFunction(const c10::IValue& f);
 
-  /// Runs `forward` operator by operator. The optimising executor is kept out:
-  /// it draws dropout masks in another way with grad than without.
   std::vector<at::Tensor>
   operator()(const std::vector<at::Tensor>& arguments) const override;
 
   std::unique_ptr<Inventory> inventory() const override;
 
-  Learned& learned() const override {
-    return *learned_;
-  }
+  Learned& learned() const override;
 
  private:
   ObjectPtr module_;
-  std::shared_ptr<Learned> learned_;
+  std::shared_ptr<ScriptedModule> known_;
 };
 
 } // namespace torch_sm3::reversible

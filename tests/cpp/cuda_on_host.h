@@ -313,6 +313,12 @@ T __shfl_down_sync(unsigned, T value, unsigned delta) {
 }
 
 template <class T>
+T __shfl_up_sync(unsigned, T value, unsigned delta) {
+  const unsigned lane = cuda_on_host::lane();
+  return cuda_on_host::exchange(value, lane >= delta ? lane - delta : lane);
+}
+
+template <class T>
 T __shfl_sync(unsigned, T value, unsigned source) {
   return cuda_on_host::exchange(value, source);
 }

@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(96)
   }
 }
 
-__global__ void shuffles(unsigned* down, unsigned* first) {
+__global__ void shuffles(unsigned* up, unsigned* down, unsigned* first) {
+  up[threadIdx.x] = __shfl_up_sync(0xffffffffu, threadIdx.x, 8u);
   down[threadIdx.x] = __shfl_down_sync(0xffffffffu, threadIdx.x, 8u);
   first[threadIdx.x] = __shfl_sync(0xffffffffu, threadIdx.x + 1, 0u);
 }
@@ -74,10 +75,12 @@ TEST(CudaOnHost, ReducesBlocksThroughShufflesAndSharedMemory) {
 }
 
 TEST(CudaOnHost, ShufflesInsideTheWarp) {
+  std::vector<unsigned> up(64);
   std::vector<unsigned> down(64);
   std::vector<unsigned> first(64);
-  cuda_on_host::launch(1, 64, shuffles, down.data(), first.data());
+  cuda_on_host::launch(1, 64, shuffles, up.data(), down.data(), first.data());
   for (unsigned i = 0; i < 64; ++i) {
+    EXPECT_EQ(up[i], i % 32 >= 8 ? i - 8 : i);
     EXPECT_EQ(down[i], i % 32 < 24 ? i + 8 : i);
     EXPECT_EQ(first[i], i / 32 * 32 + 1);
   }

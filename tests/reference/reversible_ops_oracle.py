@@ -144,8 +144,8 @@ def kept(
 
 def log_scale(r: Array, clamp: float) -> tuple[Array, Array]:
     """Return s = clamp * tanh(r / clamp) and its derivative."""
-    t = np.tanh(r / clamp)
-    return clamp * t, 1 - t**2
+    # The derivative 1 - tanh^2, without its cancellation.
+    return clamp * np.tanh(r / clamp), 1 / np.cosh(r / clamp) ** 2
 
 
 def affine(a: Array, r: Array, t: Array, clamp: float) -> Array:

@@ -176,30 +176,37 @@ class SelfAttention(SplitAttention):
             forbid_(scores, forbidden)
         probs = torch.softmax(scores, -1)
         del scores
-        probs = self._drop(probs, where, seeds, windows)
-        heads = probs.to(v.dtype) @ windows.neighbours(v)
+        heads = self._weigh(probs, windows.neighbours(v), where, seeds, windows)
         if empty is not None:
             heads = heads.masked_fill(empty, 0)
         return merge(windows.join(heads), weights), None
 
-    def _drop(
-        self, probs: Tensor, where: Slice, seeds: Seeds, windows: Windows
+    def _weigh(
+        self, probs: Tensor, v: Tensor, where: Slice, seeds: Seeds, windows: Windows
     ) -> Tensor:
-        """Drop probabilities; element (query, key) of a pair has one number always."""
-        n = windows.length
+        """Drop probabilities, and sum values weighed by them.
+
+        Element (query, key) of a pair has the same number in every window. Windows
+        that begin before the sequence are taken chunk by chunk and without the keys
+        that do not exist, because those have no number.
+        """
+        p = self.attention_dropout
+        if not seeds.drops(p):
+            return probs.to(v.dtype) @ v
+        n, size = windows.length, windows.chunk_len
         pairs = where.examples.start * self.n_heads + where.heads.start
-        # A key's place is that of the window's first key, a multiple of the chunk's
-        # number, plus its place in the window; keys that do not exist are free to
-        # share the numbers of others.
-        strides = (
-            self.n_heads * n * n,
-            n * n,
-            windows.chunk_len * (n + 1),
-            n,
-            1,
-        )
-        offset = pairs * n * n - windows.before * windows.chunk_len
-        return seeds.attention(probs, self.attention_dropout, offset, strides)
+        strides = (self.n_heads * n * n, n * n, size * (n + 1), n, 1)
+        cuts = [1] * windows.before + [windows.n_chunks - windows.before]
+        heads = []
+        for i, (prob, value) in enumerate(
+            zip(probs.split(cuts, 2), v.split(cuts, 2), strict=True)
+        ):
+            missing = (windows.before - i) * size
+            prob, value = prob[..., missing:], value[..., missing:, :]
+            first = pairs * n * n + i * size * n
+            prob = seeds.attention(prob, p, first, strides)
+            heads.append(prob.to(value.dtype) @ value)
+        return heads[0] if len(heads) == 1 else torch.cat(heads, 2)
 
     def _reference(
         self,

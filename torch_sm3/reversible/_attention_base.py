@@ -137,7 +137,7 @@ class SplitAttention(nn.Module):
         weights = self._own_weights()
         rng = self.draw_seed()
         if self.use_reference_code:
-            seeds = Seeds(rng, self.training, x.device)
+            seeds = Seeds(rng, self.training, x.device, remembers=True)
             return self._reference(inputs, weights, None, seeds)[0]
         return apply_split(self, inputs, weights, rng, self.training)
 
@@ -204,6 +204,7 @@ class SplitAttention(nn.Module):
                 update_state,
                 self.training,
                 wanted,
+                False,
             )
 
     def draw_seed(self) -> int:
@@ -232,8 +233,9 @@ class SplitAttention(nn.Module):
         update_state: bool,
         training: bool,
         wanted: Sequence[bool],
+        remembers: bool,
     ) -> SplitResult:
-        seeds = Seeds(rng, training, inputs[0].device)
+        seeds = Seeds(rng, training, inputs[0].device, remembers)
         old = state if isinstance(state, Tensor) and not update_state else None
         if not self.use_reference_code:
             run = SliceRun(self, inputs, weights, old, seeds, output_grad, wanted)

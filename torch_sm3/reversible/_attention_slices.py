@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torch_sm3.reversible import _dropout as _ops
+from torch_sm3 import _ops
 from torch_sm3.reversible._seeds import fold, seed_tensor
 from torch_sm3.reversible._split import Gradients, SplitResult, alias, vjp
 
@@ -33,10 +33,15 @@ class Seeds:
         rng: seed of the call.
         training: whether dropout is on.
         device: where the layer computes.
+        remembers: whether a reversible block that runs the layer as a part of its
+            function keeps discrete choices; with the split call it keeps the state.
     """
 
-    def __init__(self, rng: int, training: bool, device: torch.device) -> None:
+    def __init__(
+        self, rng: int, training: bool, device: torch.device, remembers: bool
+    ) -> None:
         self._rng = rng
+        self._remembers = remembers
         self._training = training
         self._device = device
         self._keys: dict[int, Tensor] = {}
@@ -45,6 +50,14 @@ class Seeds:
     def hashing(self) -> int:
         """The seed of hashing."""
         return fold(self._rng, _HASH)
+
+    def choose(self, choice: Tensor) -> Tensor:
+        """Return a discrete choice, or what it was in the first run."""
+        return _ops.reversible_remember(choice, "") if self._remembers else choice
+
+    def drops(self, p: float) -> bool:
+        """Tell whether dropout with rate ``p`` does anything."""
+        return self._training and p > 0
 
     def attention(
         self, probs: Tensor, p: float, offset: int, strides: Sequence[int] | None
@@ -64,7 +77,7 @@ class Seeds:
         offset: int,
         strides: Sequence[int] | None,
     ) -> Tensor:
-        if not self._training or p == 0:
+        if not self.drops(p):
             return x
         if which not in self._keys:
             self._keys[which] = seed_tensor(fold(self._rng, which), self._device)

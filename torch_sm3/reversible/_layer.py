@@ -19,6 +19,7 @@ from torch_sm3.reversible._moves import Move, sum_of
 from torch_sm3.reversible._record import HalfRecord
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Half, is_stream
+from torch_sm3.reversible._vjp import check_declared
 from torch_sm3.reversible._whole import WholeRecord
 
 
@@ -115,7 +116,11 @@ class LayerRun:
             stack: all items.
             side: side context; names that the block does not take are ignored.
             needs: which items require grad; all, if None.
+
+        Raises:
+            RuntimeError: if a function needs the gradient of a tensor from elsewhere.
         """
+        self.release()
         items = list(stack)
         self.needs = [True] * len(items) if needs is None else list(needs)
         context = Side(side)
@@ -145,19 +150,21 @@ class LayerRun:
             return ()
         position = len(self._records)
         reads = self._read_needs[position] = [needs[i] for i in step.reads]
+        aux: tuple[Any, ...] = ()
         if isinstance(step, Half):
             record = HalfRecord(step, self._name, ledger, position)
             items[step.acc], aux = record.first(items, ledger, watch)
             needs[step.acc] |= any(reads) or self._tracks(record, ledger)
             self._records.append(record)
             self._aux_counts[position] = sum(map(is_stream, tree_leaves(aux)))
-            return aux
-        whole = WholeRecord(step, self._name, ledger, position)
-        items[: step.n_in], _ = whole.first(items, ledger, watch)
-        tracks = any(reads) or self._tracks(whole, ledger)
-        needs[: step.n_in] = [tracks] * step.n_out
-        self._records.append(whole)
-        return ()
+        else:
+            whole = WholeRecord(step, self._name, ledger, position)
+            items[: step.n_in], _ = whole.first(items, ledger, watch)
+            tracks = any(reads) or self._tracks(whole, ledger)
+            needs[: step.n_in] = [tracks] * step.n_out
+            self._records.append(whole)
+        check_declared(step, self._name)
+        return aux
 
     @staticmethod
     def _tracks(record: HalfRecord | WholeRecord, ledger: Ledger) -> bool:
@@ -173,6 +180,7 @@ class LayerRun:
     def release(self) -> None:
         """Forget the run."""
         self._records = []
+        self._aux_counts = {}
         self._saved = ()
 
     def reverse_and_grad(
@@ -188,6 +196,7 @@ class LayerRun:
             grads: gradients of its items.
             aux_grads: gradients of the floating tensors of :attr:`aux`.
         """
+        self.drift.clear()
         items, item_grads = list(stack), list(grads)
         result = Reversed(items, item_grads, {}, {})
         given: dict[int, list[Tensor | None]] = {}

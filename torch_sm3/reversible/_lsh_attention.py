@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +25,17 @@ from torch_sm3.reversible._lsh_buckets import (
 )
 
 
-class _Plan(NamedTuple):
+class _Plan:
     """What all slices of a call share."""
 
-    windows: Windows
-    directions: Tensor
+    def __init__(self, windows: Windows, draw: Callable[[], Tensor]) -> None:
+        self.windows = windows
+        self._draw = draw
+
+    @cached_property
+    def directions(self) -> Tensor:
+        """The directions of hashing, which a run with given buckets does not need."""
+        return self._draw()
 
 
 class LSHSelfAttention(SplitAttention):
@@ -173,7 +180,11 @@ class LSHSelfAttention(SplitAttention):
         self.factors = check_buckets(op, n_buckets)
 
     def hash(
-        self, q: Tensor, mask: Tensor | None, heads: slice, directions: Tensor
+        self,
+        q: Tensor,
+        mask: Tensor | None,
+        heads: slice,
+        directions: Tensor,
     ) -> Tensor:
         """Return the buckets of some heads' queries.
 
@@ -214,7 +225,7 @@ class LSHSelfAttention(SplitAttention):
         windows = Windows(
             x.shape[1], self.chunk_len, self.n_chunks_before, self.n_chunks_after
         )
-        return _Plan(windows, self.directions(seeds, x.device))
+        return _Plan(windows, lambda: self.directions(seeds, x.device))
 
     def _attend(
         self,
@@ -232,6 +243,7 @@ class LSHSelfAttention(SplitAttention):
         buckets = state
         if buckets is None:
             buckets = self.hash(q, mask, where.heads, plan.directions)
+            buckets = seeds.choose(buckets)
         k = normalise(q)
         if mask is not None:
             # What nobody attends has probability 0, but 0 * inf is no number.
@@ -291,6 +303,7 @@ class LSHSelfAttention(SplitAttention):
                 q = project(inputs[0], named, "q")
                 directions = self.directions(seeds, q.device)
                 state = self.hash(q, mask, slice(0, self.n_heads), directions)
+                state = seeds.choose(state)
         return lsh_attention(self, inputs, named, state, seeds), state
 
 

@@ -38,6 +38,7 @@ class SplitLayer(Protocol):
         update_state: bool,
         training: bool,
         wanted: Sequence[bool],
+        remembers: bool,
     ) -> SplitResult: ...
 
 
@@ -210,7 +211,7 @@ def apply_split(
         return differentiable
     wanted = [False] * len(tensors)
     output, _, _, _ = layer._split(
-        inputs, weights, state, rng, None, True, False, training, wanted
+        inputs, weights, state, rng, None, True, False, training, wanted, True
     )
     assert output is not None
     return output
@@ -233,7 +234,7 @@ class _Split(Function):
         wanted = [False] * len(tensors)
         fresh = state is None
         output, new_state, _, _ = layer._split(
-            inputs, weights, state, rng, None, True, fresh, training, wanted
+            inputs, weights, state, rng, None, True, fresh, training, wanted, True
         )
         state = new_state if fresh else state
         ctx.save_for_backward(*tensors, *([state] if isinstance(state, Tensor) else []))
@@ -270,6 +271,7 @@ class _Split(Function):
                 False,
                 ctx.training,
                 wanted,
+                False,
             )
         return (*none, *inputs_grad, *weights_grad)
 

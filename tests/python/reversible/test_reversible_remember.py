@@ -219,14 +219,14 @@ def test_a_memory_inside_another_one():
 
 def test_off_hides_the_outer_memory():
     x = torch.arange(2)
-    outer, inner = recorded(x), new_memory("inner")
+    outer, off, inner = recorded(x), new_memory("off"), new_memory("inner")
     with current(outer, "recall"):
-        with current(inner, "off"):
+        with current(off, "off"):
             assert remember(x) is x
-        with current(inner, "record"):
-            remember(x)
+            with current(inner, "record"):
+                assert remember(x) is x
         assert remember(x) is not x
-    assert len(inner) == 1 and len(outer) == 1
+    assert [len(memory) for memory in (outer, off, inner)] == [1, 0, 1]
 
 
 def test_only_the_last_memory_leaves():

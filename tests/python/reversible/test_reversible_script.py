@@ -11,34 +11,15 @@ import weakref
 import pytest
 import torch
 from helpers.reversible_models import assert_close, gradients
+from helpers.reversible_scripted import MLP, can_script, loss_of
 from torch import Tensor, nn
 
 OPS = torch.ops.torch_sm3
 
 
-def can_script() -> bool:
-    try:
-        torch.jit.script(nn.Linear(1, 1))
-    except Exception:
-        return False
-    return True
-
-
 pytestmark = pytest.mark.skipif(
     not can_script(), reason="this torch has no TorchScript"
 )
-
-
-class MLP(nn.Module):
-    def __init__(self, width: int = 8, p: float = 0.0) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.dropout = nn.Dropout(p)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.dropout(torch.tanh(self.up(self.norm(x)))))
 
 
 class Chain(nn.Module):
@@ -63,10 +44,6 @@ def plain(module: Chain, x: Tensor) -> tuple[Tensor, Tensor]:
         a = a + f(b)
         b = b + g(a)
     return a, b
-
-
-def loss_of(y: tuple[Tensor, Tensor]) -> Tensor:
-    return y[0].sin().sum() + (y[1] ** 2).mean()
 
 
 def double(n: int = 4) -> Tensor:
@@ -371,11 +348,24 @@ def test_streams_and_weights_changed_meanwhile():
 def test_wrong_arguments():
     f, x = torch.jit.script(MLP()), torch.randn(4, 8)
     other = torch.randn(4, 8)
-    for text in ("{", "[]", '{"grid_bits": 3}', '{"allow_drift": 1}', "{} {}"):
+    wrong = ["{", "[]", '{"depth": 3}', '{"allow_drift": 1}', "{} {}", '{"exact": 1}']
+    wrong += ['{"grid_bits": -1}', '{"grid_bits": 53}', '{"grid_bits": 1.5}']
+    wrong += ['{"exact": "both"}', '{"overflow": "ignore"}', '{"exact": "grid}']
+    for text in wrong:
         with pytest.raises(ValueError, match="reversible_begin: expected"):
             OPS.reversible_begin([x], text)
-    for text in ("", "{}", ' { "allow_drift" : true } '):
+    options = '{"exact":"grid","grid_bits" : 12, "overflow":"raise" }'
+    for text in ("", "{}", ' { "allow_drift" : true } ', options):
         OPS.reversible_begin([x], text)
+    with pytest.raises(ValueError, match="at most 23 bits for float32"):
+        OPS.reversible_begin([x], '{"exact": "grid", "grid_bits": 24}')
+    OPS.reversible_begin([x.double()], '{"exact": "grid", "grid_bits": 24}')
+    for dtype in (torch.half, torch.bfloat16):
+        with pytest.raises(TypeError, match="float32 or float64 streams"):
+            OPS.reversible_begin([x.to(dtype)], '{"exact": "grid"}')
+    for exact in ("grid", "sidecar"):
+        with pytest.raises(TypeError, match="but got ComplexFloat"):
+            OPS.reversible_begin([x.cfloat()], f'{{"exact": "{exact}"}}')
     with pytest.raises(TypeError, match="floating or complex streams"):
         OPS.reversible_begin([torch.arange(3)], "")
     with pytest.raises(NotImplementedError, match="dense streams"):
