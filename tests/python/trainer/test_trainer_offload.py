@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torch_sm3.reversible import AdditiveCoupling
 from torch_sm3.trainer import ReversibleTrainer, Trainer
-from torch_sm3.trainer._offload import defragment
+from torch_sm3.trainer._defragment import defragment
 from torch_sm3.trainer._scale import Scale
 
 
@@ -154,6 +154,8 @@ def test_defragmenting_moves_what_is_ours_and_keeps_sharing():
     after = [t.data_ptr() for t in (mine, view, theirs, alias)]
     assert after[2:] == before[2:] and after[0] != before[0]
     assert_equal([mine, view, theirs, alias], values)
+    mine[2] = 9.0
+    assert view[0] == 9.0
 
 
 def test_one_ranks_flag_is_everyones():
