@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch_sm3.reversible import AdditiveCoupling
 from torch_sm3.trainer import ReversibleTrainer, Trainer
 from torch_sm3.trainer._defragment import defragment
+from torch_sm3.trainer._reduce import Pending
 from torch_sm3.trainer._scale import Scale
 
 
@@ -171,3 +172,52 @@ def test_one_ranks_flag_is_everyones():
     assert scaler.get_scale() == 4.0
     off = Scale(torch.amp.GradScaler("cpu", enabled=False), torch.device("cpu"))
     assert not off.is_on and off.finish(lambda flag: flag + 1) is False
+
+
+class SpyReducer:
+    """Looks like two ranks, and notes when a reduction begins and when it is needed."""
+
+    size, rank = 2, 0
+
+    def __init__(self, events):
+        self.events = events
+
+    def start(self, parameters, grads):
+        place = len(self.events)
+        self.events.append(("start", id(parameters[0])))
+
+        def wait():
+            self.events.append(("wait", self.events[place][1]))
+            return grads
+
+        return Pending(wait)
+
+    def mean(self, value):
+        return value
+
+    any = mean
+
+
+@pytest.mark.parametrize("n_async", [0, 1, 2])
+def test_reductions_overlap_the_reversal_of_the_layers_below(n_async):
+    events = []
+    made = make("reversible", built=build(tied=False), n_async_layers=n_async)
+    made._reducer = SpyReducer(events)
+    names = {id(la.owned[0]): la.index for la in made._layers if la.owned}
+    for layer in made._layers[1:]:
+        for module in layer.module.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(
+                    lambda *_, index=layer.index: events.append(("run", index))
+                )
+    made.one_step(batch(0), rng=0)
+    order = [(kind, names.get(key, key)) for kind, key in events]
+    order = order[order.index(("start", 8)) :]
+    alive, most = 0, 0
+    for kind, _ in order:
+        alive += {"start": 1, "wait": -1, "run": 0}[kind]
+        most = max(most, alive)
+    # One more than may wait exists for a moment: it has just begun.
+    assert alive == 0 and most == n_async + 1
+    between = order[order.index(("start", 7)) : order.index(("wait", 7))]
+    assert (("run", 6) in between) == (n_async > 0)
