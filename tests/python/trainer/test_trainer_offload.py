@@ -16,7 +16,7 @@ from helpers.trainer_models import (
 )
 from torch import Tensor, nn
 
-from torch_sm3.reversible import AdditiveCoupling
+from torch_sm3.reversible import AdditiveCoupling, HalfResidual
 from torch_sm3.trainer import ReversibleTrainer, Trainer
 from torch_sm3.trainer._defragment import defragment
 from torch_sm3.trainer._reduce import Pending
@@ -131,6 +131,47 @@ def test_gradients_do_not_share_memory_with_cotangents(options):
     for step in range(3):
         assert_equal(*([t.one_step(x, rng=step)[0]] for t in trainers))
     assert_equal(*(state(t) for t in trainers))
+
+
+class WithAux(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = self.inner(x)
+        return h, h.mean()
+
+
+class Biased(nn.Module):
+    """Its bias and the aux output get one and the same gradient tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, a, b, aux):
+        return (a * b).mean() * 0.0 + (aux + self.bias)
+
+
+@pytest.mark.parametrize("strategy", ["two_pass", "host_grads"])
+def test_gradients_do_not_share_memory_with_those_of_aux_outputs(strategy):
+    found = []
+    for cls in (ReversibleTrainer, Trainer.from_blocks):
+        torch.manual_seed(0)
+        block = HalfResidual(WithAux(), has_aux=True)
+        made = cls(
+            [([Streams(4, WIDTH)], [block])],
+            Biased(),
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            exact="sidecar",
+            clip_grad_norm=0.1,
+            clip_strategy=strategy,
+            grad_scaler=torch.amp.GradScaler("cpu", init_scale=4.0),
+        )
+        made.one_step(torch.randn(3, 4), rng=0)
+        found.append(state(made))
+    assert_equal(*found)
 
 
 class Stack(nn.Module):
