@@ -17,8 +17,9 @@ from helpers.trainer_models import (
 from torch import Tensor, nn
 
 from torch_sm3.reversible import AdditiveCoupling, HalfResidual
-from torch_sm3.trainer import ReversibleTrainer, Trainer
+from torch_sm3.trainer import ReversibleTrainer, Trainer, _passes
 from torch_sm3.trainer._defragment import defragment
+from torch_sm3.trainer._offload import Carrier
 from torch_sm3.trainer._reduce import Pending
 from torch_sm3.trainer._scale import Scale
 
@@ -262,3 +263,69 @@ def test_reductions_overlap_the_reversal_of_the_layers_below(n_async):
     assert alive == 0 and most == n_async + 1
     between = order[order.index(("start", 7)) : order.index(("wait", 7))]
     assert (("run", 6) in between) == (n_async > 0)
+
+
+class Event:
+    """The end of a copy of a carrier."""
+
+    def __init__(self, carrier, count):
+        self.carrier, self.count = carrier, count
+
+    def synchronize(self):
+        while self.carrier.done < self.count:
+            self.carrier.queue[self.carrier.done]()
+            self.carrier.done += 1
+
+
+class LateCarrier(Carrier):
+    """Copies as late as a device's stream may: in order, when somebody waits.
+
+    What is read without waiting is NaN, and what is written too early comes home.
+    """
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.queue, self.done = [], 0
+
+    def later(self, copy):
+        self.queue.append(copy)
+        return Event(self, len(self.queue))
+
+    def to_device(self, host):
+        copy = torch.full_like(host, torch.nan if host.is_floating_point() else -1)
+        return copy, self.later(lambda: copy.copy_(host))
+
+    def to_host(self, source, host):
+        source = source.detach()
+        return self.later(lambda: host.copy_(source))
+
+    def wait(self, event):
+        if event is not None:
+            event.synchronize()
+
+
+@pytest.mark.parametrize("n_prefetch", [0, 1, 3])
+@pytest.mark.parametrize("n_async", [0, 1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_microbatches": 2},
+        {"clip_grad_norm": 0.05},
+        {"clip_grad_norm": 0.05, "clip_strategy": "host_grads"},
+    ],
+)
+def test_every_copy_is_waited_for(options, n_prefetch, n_async, monkeypatch):
+    made = make(
+        "reversible",
+        built=build(),
+        offload="host",
+        n_prefetch_layers=n_prefetch,
+        n_async_layers=n_async,
+        **options,
+    )
+    carrier = LateCarrier(torch.device("cpu"))
+    made._plan.place._carrier = carrier
+    monkeypatch.setattr(_passes, "Carrier", LateCarrier)
+    found = steps(made)
+    assert carrier.done == len(carrier.queue) > 100
+    assert_equal(found, steps(make("store", built=build(), **options)))
