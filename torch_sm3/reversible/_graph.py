@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from torch_sm3.reversible._exact import Watch
+from torch_sm3.reversible._half import HalfRecord
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._plain import together
-from torch_sm3.reversible._record import HalfRecord
 from torch_sm3.reversible._region import eager_region
 from torch_sm3.reversible._steps import is_stream
 from torch_sm3.reversible._whole import WholeRecord

@@ -14,9 +14,9 @@ from torch_sm3.reversible._block import Block, changed_items, has_aux
 from torch_sm3.reversible._call import MoveRecord
 from torch_sm3.reversible._drift import Drift, DriftMonitor
 from torch_sm3.reversible._exact import Watch, on_grid
+from torch_sm3.reversible._half import HalfRecord
 from torch_sm3.reversible._ledger import Ledger, Options, Stats
 from torch_sm3.reversible._moves import Move, sum_of
-from torch_sm3.reversible._record import HalfRecord
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Half, is_stream
 from torch_sm3.reversible._vjp import check_declared

@@ -22,6 +22,7 @@ from torch_sm3.reversible._call import Call
 from torch_sm3.reversible._drift import Drift, DriftMonitor
 from torch_sm3.reversible._exact import on_grid, rule_of
 from torch_sm3.reversible._hooks import has_hooks, run_inside
+from torch_sm3.reversible._inventory import Inventory
 from torch_sm3.reversible._ledger import Ledger, Options, Stats
 from torch_sm3.reversible._moves import halves
 from torch_sm3.reversible._plan import (
@@ -32,7 +33,6 @@ from torch_sm3.reversible._plan import (
     settings_checked,
 )
 from torch_sm3.reversible._region import eager_region, load_compiler
-from torch_sm3.reversible._replay import Inventory
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Half, Step, is_stream
 from torch_sm3.reversible._surroundings import check_surroundings, needs_graph
