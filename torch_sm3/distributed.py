@@ -56,24 +56,40 @@ def _resolve(op: str, group: Any) -> dist.ProcessGroup:
     return group
 
 
+def own_group(
+    group: dist.ProcessGroup, timeout: timedelta | None = None
+) -> tuple[Any, bool]:
+    """Make a process group of the ranks of another; collective over them.
+
+    Args:
+        group: whose ranks, order and backend the new one has.
+        timeout: of the new group, torch's default if None.
+
+    Returns:
+        The group, and whether it leaves out ranks of the world.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    # Rank order is part of the result; torch sorts unless told otherwise.
+    order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    subset = len(ranks) < dist.get_world_size()
+    own = dist.new_group(
+        ranks,
+        timeout=timeout,
+        backend=dist.get_backend_config(group),
+        use_local_synchronization=subset,
+        **order,
+    )
+    return own, subset
+
+
 class _Binding:
     """A worker thread with a process group of its own, made like a given one."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
-        ranks = dist.get_process_group_ranks(group)
         if timeout is None:
             timeout = group._get_backend(torch.device("cpu")).options._timeout
-        # Rank order is part of the result; torch sorts unless told otherwise.
-        order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-        subset = len(ranks) < dist.get_world_size()
-        own: Any = dist.new_group(
-            ranks,
-            timeout=timeout,
-            backend=dist.get_backend_config(group),
-            use_local_synchronization=subset,
-            **order,
-        )
-        self.size = len(ranks)
+        own, subset = own_group(group, timeout)
+        self.size = dist.get_world_size(group)
         self.iteration = 0
         self.exchange = _ops.adasum_exchange(own, timeout)
         # Also at garbage collection and at interpreter exit, where a thread that

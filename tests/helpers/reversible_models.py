@@ -9,7 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_sm3.reversible import AdditiveCoupling, ReversibleSequence
+from torch_sm3.reversible import (
+    AdditiveCoupling,
+    AffineCoupling,
+    Block,
+    GroupCoupling,
+    HalfResidual,
+    MomentumCoupling,
+    ReversibleSequence,
+    Select,
+)
+
+ENGINES = ("node", "graph")
 
 
 class TanhMLP(nn.Module):
@@ -33,6 +44,134 @@ def mlp(width: int = 8, dropout: float = 0.0, norm: bool = True) -> nn.Sequentia
         nn.Dropout(dropout),
         nn.Linear(2 * width, width),
     )
+
+
+class Rotation(Block):
+    """A block of a user's: turns two streams by an angle that the third one gives."""
+
+    n_in = n_out = 3
+
+    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.angle = mlp(width, dropout)
+
+    def forward(self, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        cos, sin = self._turn(c)
+        return a * cos - b * sin, a * sin + b * cos, c
+
+    def inverse(self, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        cos, sin = self._turn(c)
+        return a * cos + b * sin, b * cos - a * sin, c
+
+    def _turn(self, c: Tensor) -> tuple[Tensor, Tensor]:
+        angle = self.angle(c).to(c.dtype)
+        return torch.cos(angle), torch.sin(angle)
+
+
+class OnceRotation(Rotation):
+    """The same, with one run of the function in the backward pass."""
+
+    def reverse_and_grad(
+        self, outputs: Any, output_grads: Any, side: Any, record: Any
+    ) -> Any:
+        a, b, c = outputs
+        with record.world(), torch.enable_grad():
+            leaf = c.detach().requires_grad_()
+            angle = self.angle(leaf)
+        cos, sin = torch.cos(angle.detach()), torch.sin(angle.detach())
+        old = a * cos + b * sin, b * cos - a * sin
+        ga, gb, gc = [
+            torch.zeros_like(y) if g is None else g
+            for y, g in zip(outputs, output_grads, strict=True)
+        ]
+        grad_angle = gb * a - ga * b
+        found = torch.autograd.grad(
+            angle, [leaf, *record.params], grad_angle, allow_unused=True
+        )
+        grads = (ga * cos + gb * sin, gb * cos - ga * sin, gc + found[0])
+        return (*old, c), grads, (), found[1:]
+
+
+def wide(width: int = 8, dropout: float = 0.0) -> nn.Sequential:
+    """An MLP of twice the width, for scale and shift; small, so that streams stay."""
+    layers = mlp(width, dropout)
+    layers[4] = nn.Linear(2 * width, 2 * width)
+    with torch.no_grad():
+        layers[4].weight.mul_(0.3)
+    return layers
+
+
+#: Makers of one block of each kind, of a width and a dropout rate.
+BLOCKS: dict[str, Callable[..., list[Block]]] = {
+    "additive": lambda w=8, p=0.0: [AdditiveCoupling(mlp(w, p), mlp(w, p))],
+    "affine": lambda w=8, p=0.0: [AffineCoupling(wide(w, p), wide(w, p))],
+    "momentum": lambda w=8, p=0.0: [MomentumCoupling(mlp(w, p))],
+    "ring": lambda w=8, p=0.0: [GroupCoupling(mlp(w, p), mlp(w), mlp(w, p))],
+    "half": lambda w=8, p=0.0: [HalfResidual(mlp(w, p), nn.Tanh()), Select([1, 0])],
+    "custom": lambda w=8, p=0.0: [Rotation(w, p), Select([2, 0, 1])],
+    "once": lambda w=8, p=0.0: [OnceRotation(w, p), Select([2, 0, 1])],
+}
+#: Those that are made of additive halves.
+ADDITIVE = ("additive", "ring", "half")
+
+
+def blocks_of(
+    kind: str, depth: int, width: int = 8, dropout: float = 0.0
+) -> list[Block]:
+    """Make ``depth`` blocks of one kind, with what moves the streams between them."""
+    return [b for _ in range(depth) for b in BLOCKS[kind](width, dropout)]
+
+
+def streams_of(
+    seq: ReversibleSequence, rows: int = 4, width: int = 8, **options: Any
+) -> list[Tensor]:
+    """Make the streams that a sequence takes; options as of ``torch.randn``."""
+    options = {"requires_grad": True, **options}
+    return [torch.randn(rows, width, **options) for _ in range(seq.n_in)]
+
+
+def step(
+    run: Callable[..., Any],
+    module: nn.Module,
+    stack: Sequence[Any],
+    seed: int = 0,
+    pick: Sequence[int] | None = None,
+    **side: Any,
+) -> tuple[list[Any], list[Tensor | None]]:
+    """Run forward and backward from a seed; return outputs and all gradients.
+
+    Args:
+        run: ``module`` itself or another run of it.
+        module: owns the parameters.
+        stack: positional arguments.
+        seed: of the global generator.
+        pick: outputs that the loss depends on; all by default.
+        **side: keyword arguments.
+    """
+    torch.manual_seed(seed)
+    outputs = list(run(*stack, **side))
+    picked = outputs if pick is None else [outputs[i] for i in pick]
+    loss_of(picked).backward()
+    tensors = [x for x in [*stack, *side.values()] if isinstance(x, Tensor)]
+    return [_detached(y) for y in outputs], gradients(module, *tensors)
+
+
+def _detached(item: Any) -> Any:
+    return item.detach() if isinstance(item, Tensor) else item
+
+
+def plain_run(blocks: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """The plain run of blocks: ordinary autograd, on the grid if there is one."""
+    return ReversibleSequence(*blocks, plan="store", engine="graph", **options)
+
+
+def assert_equal(left: Sequence[Any], right: Sequence[Any]) -> None:
+    """Compare lists of tensors bit for bit, signs of zeros and NaN apart."""
+    assert len(left) == len(right)
+    for i, (a, b) in enumerate(zip(left, right, strict=True)):
+        assert (a is None) == (b is None), i
+        if isinstance(a, Tensor):
+            assert torch.equal(a, b), f"{i}: {(a - b).abs().max()}"
 
 
 def couplings(

@@ -17,14 +17,23 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from torch_sm3.reversible._block import Block, Stepwise, has_aux
 from torch_sm3.reversible._drift import Drift
 from torch_sm3.reversible._exact import Watch
-from torch_sm3.reversible._graph import GraphRecord
+from torch_sm3.reversible._graph import GraphStep
+from torch_sm3.reversible._hooks import (
+    CastRecord,
+    check_side,
+    has_hooks,
+    run_inside,
+    values_of,
+)
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._moves import Move
 from torch_sm3.reversible._node import HalfNode, WholeNode
 from torch_sm3.reversible._record import HalfRecord, Record
 from torch_sm3.reversible._steps import Half, Step, Whole, is_stream
+from torch_sm3.reversible._vjp import check_declared
 from torch_sm3.reversible._whole import WholeRecord
 
 _FREED = (
@@ -39,7 +48,7 @@ _FREED = (
 class Cursor:
     """Streams of one backward pass, as they were after ``position`` steps."""
 
-    __slots__ = ("left", "position", "saved", "stack")
+    __slots__ = ("found", "left", "owner", "position", "saved", "stack")
 
     def __init__(
         self, position: int, stack: list[Any], saved: Sequence[Tensor], left: int
@@ -49,6 +58,9 @@ class Cursor:
         self.saved = saved
         #: Nodes that have not run yet in this pass.
         self.left = left
+        #: What the graph engine recomputed last, and the tensors that its F saved.
+        self.owner: Record | None = None
+        self.found: list[Tensor | None] = []
 
 
 class _Place:
@@ -114,15 +126,52 @@ class Call:
         self._report = ledger.report
         self._judge = judge if ledger.monitored else None
         self._watch = Watch()
-        self._records: list[HalfRecord | WholeRecord | GraphRecord | MoveRecord] = []
+        self._records: list[AnyRecord] = []
         self._n_saved = 0
         self._n_nodes = 0
         self._cursors: dict[int, Cursor] = {}
         self._saved: Node | None = None
         self._items: list[Any] = []
-        #: The graph engine's tensors of the block that was recomputed last.
-        self.live: GraphRecord | None = None
         self.side: Any = ledger.side.without_tensors()
+
+    def run_block(
+        self, block: Block, name: str, stack: list[Any], plan: str, engine: str
+    ) -> Any:
+        """Run the steps of a block on ``stack``; return its aux outputs.
+
+        Args:
+            block: the block.
+            name: how messages call it.
+            stack: all items; changed.
+            plan: ``reversible``, ``store`` or ``checkpoint``.
+            engine: ``node``, ``graph``, or ``auto``, which is node unless F's graph
+                reaches tensors that nothing declares.
+        """
+        with_aux = has_aux(block)
+        if not has_hooks(block) or not isinstance(block, Stepwise):
+            found = [self.run(s, name, stack, plan, engine) for s in block._steps()]
+            return block._join_aux(found) if with_aux else ()
+        ledger = self._ledger
+        assert ledger is not None, "the call has not ended"
+        inner: list[Any] = []
+
+        def run(items: list[Any], given: Any) -> Any:
+            check_side(values_of(block, ledger.side), given, name)
+            self._note_casts(stack[: block.n_in], items, name)
+            found = [self.run(s, name, items, plan, engine) for s in block._steps()]
+            inner.extend(items)
+            return block._join_aux(found) if with_aux else ()
+
+        aux = run_inside(block, stack, ledger.side, with_aux, run)
+        self._note_casts(inner, stack[: block.n_out], name)
+        return aux
+
+    def _note_casts(self, before: list[Any], after: list[Any], name: str) -> None:
+        ledger = self._ledger
+        assert ledger is not None, "the call has not ended"
+        record = CastRecord(before, after, name, ledger, first=not self._records)
+        if record:
+            self._records.append(record)
 
     def run(
         self, step: Step, name: str, stack: list[Any], plan: str, engine: str
@@ -133,9 +182,8 @@ class Call:
             step: the step.
             name: how messages call its block.
             stack: all items; changed.
-            plan: ``reversible``, ``store`` or ``checkpoint``.
-            engine: ``node``, ``graph``, or ``auto``, which is node unless F's graph
-                reaches tensors that nothing declares.
+            plan: see :meth:`run_block`.
+            engine: see :meth:`run_block`.
         """
         ledger = self._ledger
         assert ledger is not None, "the call has not ended"
@@ -145,20 +193,15 @@ class Call:
         self._n_nodes += 1
         reached = step.learned.undeclared
         if plan == "store" or engine == "graph" or (engine == "auto" and reached):
-            return self._run_in_graph(step, name, stack, plan, again=None)
+            return self._run_in_graph(step, name, stack, plan, engine)
         record = self._record(step, name, ledger)
         if plan == "checkpoint":
             record.keep_inputs(step, stack, ledger)
         outputs, aux = record.first(stack, ledger, self._watch)
         if step.learned.undeclared:
             if engine == "auto":
-                return self._run_in_graph(step, name, stack, plan, again=record)
-            raise RuntimeError(
-                f"reversible: expected every tensor that F of {name} needs the "
-                "gradient of to be an input, side context, or an attribute of F, but "
-                f"got one of shape {step.learned.undeclared[0]} from elsewhere "
-                "(argument 'F'); engine='graph' permits it"
-            )
+                return self._run_in_graph(step, name, stack, plan, engine, record)
+            check_declared(step, name)
         inputs = [x for i in step.reads if isinstance(x := stack[i], Tensor)]
         inputs += [ledger.side.tensors[i] for i in record.places]
         inputs += record.owned
@@ -179,9 +222,12 @@ class Call:
         stack: list[Any],
         inputs: list[Tensor],
     ) -> tuple[Any, ...]:
+        acc = record.step.acc
+        if not aux:
+            (stack[acc],) = HalfNode.apply(self, record, [out], stack[acc], *inputs)
+            return ()
         leaves, structure = tree_flatten(aux)
         floating = [leaf for leaf in leaves if is_stream(leaf)]
-        acc = record.step.acc
         results = HalfNode.apply(self, record, [out, *floating], stack[acc], *inputs)
         stack[acc] = results[0]
         tracked = iter(results[1:])
@@ -189,16 +235,22 @@ class Call:
         return tree_unflatten(leaves, structure)
 
     def _run_in_graph(
-        self, step: Half | Whole, name: str, stack: list[Any], plan: str, again: Any
+        self,
+        step: Half | Whole,
+        name: str,
+        stack: list[Any],
+        plan: str,
+        engine: str,
+        again: Any = None,
     ) -> tuple[Any, ...]:
         ledger = self._ledger
         assert ledger is not None, "the call has not ended"
         record = again or self._record(step, name, ledger)
         if plan == "checkpoint" and again is None:
             record.keep_inputs(step, stack, ledger)
-        graph = GraphRecord(self, record, plan == "store")
+        graph = GraphStep(self, record, plan == "store", merge=engine != "graph")
         aux = graph.first(stack, ledger, self._watch, again is not None)
-        self._records.append(graph)
+        self._records.append(record)
         return aux
 
     def _record(self, step: Half | Whole, name: str, ledger: Ledger) -> Any:
@@ -224,12 +276,15 @@ class Call:
         with torch.enable_grad():
             self._saved = _Saved.apply(_ANCHOR, tensors).grad_fn
 
+    def cursor(self) -> Cursor:
+        """Return this backward pass's cursor."""
+        task = torch._C._current_graph_task_id()
+        known = self._cursors.get(task)
+        return self._start(task) if known is None else known
+
     def seek(self, position: int) -> Cursor:
         """Return this backward pass's cursor, moved to after ``position`` steps."""
-        task = torch._C._current_graph_task_id()
-        cursor = self._cursors.get(task)
-        if cursor is None:
-            cursor = self._start(task)
+        cursor = self.cursor()
         while cursor.position > position:
             record = self._records[cursor.position - 1]
             record.move(cursor.stack, self.side, cursor.saved, backwards=True)
@@ -261,20 +316,19 @@ class Call:
         saved = tensors[: self._n_saved]
         cursor = Cursor(len(self._records), stack, saved, self._n_nodes)
         self._cursors[task] = cursor
-        # For the passes in which some nodes do not run.
-        torch.autograd.Variable._execution_engine.queue_callback(
-            lambda: self._end(task)
-        )
+        # For the passes in which some nodes do not run. Compiled autograd has neither
+        # tasks nor callbacks; there a cursor that is left serves the next pass.
+        if task >= 0:
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: self._end(task)
+            )
         return cursor
 
     def _end(self, task: int) -> None:
         self._cursors.pop(task, None)
-        if self.live is not None:
-            self.live.drop()
-            self.live = None
         if self._judge is not None:
             self._judge(self._report)
 
 
 #: What may stand in a call's list of records.
-AnyRecord = Record | GraphRecord | MoveRecord
+AnyRecord = HalfRecord | WholeRecord | MoveRecord | CastRecord

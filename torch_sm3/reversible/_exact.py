@@ -17,10 +17,8 @@ from torch import Tensor
 
 from torch_sm3 import _ops
 from torch_sm3.reversible._ledger import Ledger
-from torch_sm3.reversible._rules import Add, GridAdd, Rule
+from torch_sm3.reversible._rules import DIGITS, Add, GridAdd, Rule, quantize
 
-#: Digits of the significand.
-DIGITS = {torch.float32: 24, torch.float64: 53}
 #: Halves whose overflow flag may still be on its way from the device.
 CUDA_LAG = 4
 #: Escapes for which there is room in any case.
@@ -41,7 +39,7 @@ def on_grid(item: Tensor, bits: int) -> Tensor:
             "ReversibleSequence: expected float32 or float64 streams for exact='grid', "
             f"but got {item.dtype} (argument 'exact')"
         )
-    return _ops.reversible_quantize(item, bits)
+    return quantize(item, bits)
 
 
 class Pending(NamedTuple):

@@ -10,7 +10,6 @@ sharded parameters, closures and double backward work as in the plain run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from torch_sm3.reversible._exact import Watch
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._plain import together
 from torch_sm3.reversible._record import HalfRecord
+from torch_sm3.reversible._region import eager_region
 from torch_sm3.reversible._steps import is_stream
 from torch_sm3.reversible._whole import WholeRecord
 
@@ -34,34 +34,37 @@ def _kind(tensor: Tensor) -> _Kind:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-class GraphRecord:
+class GraphStep:
     """One step whose F is part of the outer graph.
+
+    The handles own it and through it the call, so the call does not own it.
 
     Args:
         call: the call.
         record: how the step is run again.
         store: keep F's graph and the streams that the step changes, instead of running
             F again.
+        merge: pass the inputs of a stored F through one node, as the node engine does.
     """
 
     __slots__ = (
         "_acc_needs",
         "_call",
         "_kinds",
+        "_merge",
         "_needs",
         "_record",
         "_store",
-        "_tensors",
     )
 
     def __init__(
-        self, call: Call, record: HalfRecord | WholeRecord, store: bool
+        self, call: Call, record: HalfRecord | WholeRecord, store: bool, merge: bool
     ) -> None:
         self._call = call
         self._record = record
         self._store = store
+        self._merge = merge
         self._kinds: list[_Kind] = []
-        self._tensors: list[Tensor] | None = None
         self._needs: list[bool] = []
         self._acc_needs = False
 
@@ -82,7 +85,8 @@ class GraphRecord:
         side = [ledger.side.tensors[i] for i in record.places]
         if self._store:
             record.keep_changed(stack, ledger)
-            context, side = together(context, side)
+            if self._merge:
+                context, side = together(context, side)
         tensors = [x for x in context if isinstance(x, Tensor)] + side
         self._needs = [tensor.requires_grad for tensor in tensors]
         by_place = dict(zip(record.places, side, strict=True))
@@ -108,31 +112,27 @@ class GraphRecord:
         )
         return ()
 
-    def move(
-        self, stack: list[Any], side: Any, saved: Sequence[Tensor], backwards: bool
-    ) -> None:
-        """Move the stack over this step, or back over it, without grad."""
-        self._record.move(stack, side, saved, backwards)
-
-    def drop(self) -> None:
-        """Forget the tensors of the handles; they can be found again."""
-        self._tensors = None
-
     def _pack(self, tensor: Tensor) -> int:
         self._kinds.append(_kind(tensor))
         return len(self._kinds) - 1
 
+    @eager_region("streams are rebuilt by running functions again")
     def _unpack(self, handle: int) -> Tensor:
-        if self._tensors is None:
-            self._recompute()
-        assert self._tensors is not None, "the recompute has found the tensors"
-        return self._tensors[handle]
+        cursor = self._call.cursor()
+        if cursor.owner is not self._record or cursor.found[handle] is None:
+            # Before the recompute, so that two blocks' tensors are never alive.
+            cursor.owner, cursor.found = None, []
+            cursor.found = list(self._recompute())
+            cursor.owner = self._record
+        tensor = cursor.found[handle]
+        assert tensor is not None, "it was found just now"
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            # A node asks once, so that its tensors go as the pass goes on.
+            cursor.found[handle] = None
+        return tensor
 
-    def _recompute(self) -> None:
+    def _recompute(self) -> list[Tensor]:
         call, record = self._call, self._record
-        if call.live is not None:
-            call.live.drop()
-        call.live = self
         found: list[Tensor] = []
 
         def capture(tensor: Tensor) -> int:
@@ -167,4 +167,4 @@ class GraphRecord:
                 f"both runs, but got {len(kinds)} instead of {len(self._kinds)}, or of "
                 "other shapes, dtypes or devices (argument 'F')"
             )
-        self._tensors = found
+        return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from torch_sm3.reversible._block import Block, changed_items
+from torch_sm3.reversible._block import Block, changed_items, has_aux
 from torch_sm3.reversible._call import MoveRecord
 from torch_sm3.reversible._drift import Drift, DriftMonitor
 from torch_sm3.reversible._exact import Watch, on_grid
@@ -19,6 +19,7 @@ from torch_sm3.reversible._moves import Move, sum_of
 from torch_sm3.reversible._record import HalfRecord
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Half, is_stream
+from torch_sm3.reversible._vjp import check_declared
 from torch_sm3.reversible._whole import WholeRecord
 
 
@@ -73,13 +74,20 @@ class LayerRun:
         name: str = "block",
     ) -> None:
         self.block = block
+        #: Aux outputs, those of all halves after each other.
         self.aux: tuple[Any, ...] = ()
+        #: What a call of the block returns as aux outputs.
+        self.joined_aux: Any = ()
+        #: Which items of the new stack require grad.
+        self.needs: list[bool] = []
         self._options = Options(exact, grid_bits, overflow, monitor=monitor)
         self._stats = Stats() if stats is None else stats
         self._name = name
         self._records: list[HalfRecord | WholeRecord | MoveRecord] = []
         #: Number of floating aux outputs, by position of the half.
         self._aux_counts: dict[int, int] = {}
+        #: Which of the items that a step reads require grad, by its position.
+        self._read_needs: dict[int, list[bool]] = {}
         self._saved: Sequence[Tensor] = ()
         self._side: Any = None
         self._side_ids: list[int] = []
@@ -96,23 +104,34 @@ class LayerRun:
                     items[i] = on_grid(items[i], self._options.grid_bits)
         return items
 
-    def forward(self, stack: Sequence[Any], side: Mapping[str, Any]) -> list[Any]:
+    def forward(
+        self,
+        stack: Sequence[Any],
+        side: Mapping[str, Any],
+        needs: Sequence[bool] | None = None,
+    ) -> list[Any]:
         """Run the block on the top of ``stack`` and record the run.
 
         Args:
             stack: all items.
             side: side context; names that the block does not take are ignored.
+            needs: which items require grad; all, if None.
+
+        Raises:
+            RuntimeError: if a function needs the gradient of a tensor from elsewhere.
         """
+        self.release()
         items = list(stack)
+        self.needs = [True] * len(items) if needs is None else list(needs)
         context = Side(side)
         ledger = Ledger(context, self._options, self._stats)
         watch = Watch()
-        aux: list[Any] = []
         with torch.no_grad():
-            for step in self.block._steps():
-                aux += self._run(step, items, ledger, watch)
+            steps = self.block._steps()
+            aux = [self._run(step, items, ledger, watch) for step in steps]
             watch.finish()
-        self.aux = tuple(aux)
+        self.aux = tuple([item for found in aux for item in found])
+        self.joined_aux = self.block._join_aux(aux) if has_aux(self.block) else ()
         self._side_ids = [id(tensor) for tensor in context.tensors]
         self._side_needs = [tensor.requires_grad for tensor in context.tensors]
         self._side = context.without_tensors()
@@ -123,20 +142,35 @@ class LayerRun:
     def _run(
         self, step: Any, items: list[Any], ledger: Ledger, watch: Watch
     ) -> tuple[Any, ...]:
+        needs = self.needs
         if isinstance(step, Move):
             self._records.append(MoveRecord(step, step.move(items, self._name)))
+            origins = step.follow([frozenset([i]) for i in range(step.n_in)])
+            needs[: step.n_in] = [any(needs[i] for i in group) for group in origins]
             return ()
         position = len(self._records)
+        reads = self._read_needs[position] = [needs[i] for i in step.reads]
+        aux: tuple[Any, ...] = ()
         if isinstance(step, Half):
             record = HalfRecord(step, self._name, ledger, position)
             items[step.acc], aux = record.first(items, ledger, watch)
+            needs[step.acc] |= any(reads) or self._tracks(record, ledger)
             self._records.append(record)
             self._aux_counts[position] = sum(map(is_stream, tree_leaves(aux)))
-            return aux
-        whole = WholeRecord(step, self._name, ledger, position)
-        items[: step.n_in], _ = whole.first(items, ledger, watch)
-        self._records.append(whole)
-        return ()
+        else:
+            whole = WholeRecord(step, self._name, ledger, position)
+            items[: step.n_in], _ = whole.first(items, ledger, watch)
+            tracks = any(reads) or self._tracks(whole, ledger)
+            needs[: step.n_in] = [tracks] * step.n_out
+            self._records.append(whole)
+        check_declared(step, self._name)
+        return aux
+
+    @staticmethod
+    def _tracks(record: HalfRecord | WholeRecord, ledger: Ledger) -> bool:
+        """Tell whether a function has parameters or side context that require grad."""
+        side = ledger.side.tensors
+        return bool(record.owned) or any(side[i].requires_grad for i in record.places)
 
     @property
     def kept_bytes(self) -> int:
@@ -146,6 +180,7 @@ class LayerRun:
     def release(self) -> None:
         """Forget the run."""
         self._records = []
+        self._aux_counts = {}
         self._saved = ()
 
     def reverse_and_grad(
@@ -161,6 +196,7 @@ class LayerRun:
             grads: gradients of its items.
             aux_grads: gradients of the floating tensors of :attr:`aux`.
         """
+        self.drift.clear()
         items, item_grads = list(stack), list(grads)
         result = Reversed(items, item_grads, {}, {})
         given: dict[int, list[Tensor | None]] = {}
@@ -186,10 +222,13 @@ class LayerRun:
         items, grads = result.inputs, result.input_grads
         tail = [self._side_needs[i] for i in record.places]
         tail += [True] * len(record.owned)
+        needed = self._read_needs[record.position]
         if isinstance(record, HalfRecord):
             acc = record.step.acc
-            reads = [i for i in record.step.reads if isinstance(items[i], Tensor)]
-            needs = [is_stream(items[i]) for i in reads]
+            pairs = zip(record.step.reads, needed, strict=True)
+            given_reads = [(i, n) for i, n in pairs if isinstance(items[i], Tensor)]
+            reads = [i for i, _ in given_reads]
+            needs = [need and is_stream(items[i]) for i, need in given_reads]
             given = [grads[acc], *aux_grads[record.position]]
             grads[acc], found = record.reverse_and_grad(
                 items, self._side, self._saved, given, [*needs, *tail]
@@ -198,7 +237,8 @@ class LayerRun:
                 grads[i] = sum_of(grads[i], grad)
         else:
             step = record.step
-            needs = [kind for kind in record.streams if kind is not None]
+            kinds = zip(record.streams, needed, strict=True)
+            needs = [kind and need for kind, need in kinds if kind is not None]
             found = record.reverse_and_grad(
                 items, self._side, self._saved, grads[: step.n_out], [*needs, *tail]
             )

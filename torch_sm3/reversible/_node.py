@@ -10,11 +10,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from torch_sm3.reversible._record import HalfRecord
+from torch_sm3.reversible._region import eager_region
 from torch_sm3.reversible._steps import is_stream
 from torch_sm3.reversible._whole import WholeRecord
 
 if TYPE_CHECKING:
     from torch_sm3.reversible._call import Call
+
+_REASON = "streams are rebuilt by running functions again"
 
 
 def _check_backward(ctx: Any) -> None:
@@ -45,6 +48,7 @@ class HalfNode(Function):
         return tuple(outputs)
 
     @staticmethod
+    @eager_region(_REASON)
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         _check_backward(ctx)
         call: Call = ctx.call
@@ -72,6 +76,7 @@ class WholeNode(Function):
         return tuple([y for y in outputs if is_stream(y)])
 
     @staticmethod
+    @eager_region(_REASON)
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         _check_backward(ctx)
         call: Call = ctx.call

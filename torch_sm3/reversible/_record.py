@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_sm3.reversible._drift import Sample
 from torch_sm3.reversible._exact import (
@@ -19,12 +20,12 @@ from torch_sm3.reversible._exact import (
     join,
     rule_of,
 )
-from torch_sm3.reversible._functions import First
+from torch_sm3.reversible._functions import First, add_weight_grads
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._remember import Memory
-from torch_sm3.reversible._replay import Inventory, Replay
+from torch_sm3.reversible._replay import Both, Inventory, Learned, Replay
 from torch_sm3.reversible._steps import Half, Whole, check_values, is_stream
-from torch_sm3.reversible._vjp import undeclared, vjp
+from torch_sm3.reversible._vjp import roots_of, undeclared, vjp
 
 #: Gradients of one step: of the items it changes, and of F's tensors.
 Grads = list[Tensor | None]
@@ -40,7 +41,16 @@ class Record:
         position: number of steps before it in the call.
     """
 
-    __slots__ = ("kept", "keys", "memory", "name", "places", "position", "replay")
+    __slots__ = (
+        "kept",
+        "keys",
+        "memory",
+        "name",
+        "places",
+        "position",
+        "replay",
+        "with_grad",
+    )
 
     def __init__(
         self, step: Half | Whole, name: str, ledger: Ledger, position: int
@@ -59,6 +69,8 @@ class Record:
         )
         #: Places of items that are put back, not rebuilt; by stack position.
         self.kept: dict[int, int] = {}
+        #: Whether a run without gradients needs grad mode for the first run's bits.
+        self.with_grad = False
 
     @property
     def owned(self) -> list[Tensor]:
@@ -80,11 +92,26 @@ class Record:
         for i, place in self.kept.items():
             stack[i] = saved[place]
 
-    @contextlib.contextmanager
-    def world(self, saved: Sequence[Tensor]) -> Iterator[None]:
+    def world(self, saved: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
         """Set what F saw in the first run."""
-        with self.replay.again(), self.memory.recalling(saved):
-            yield
+        return Both(self.replay.again(), self.memory.recalling(saved))
+
+    def lessons(self, learned: Learned, ledger: Ledger) -> tuple[bool, bool, bool]:
+        """Return what the first run has to find out, and whether it needs grad mode.
+
+        Returns:
+            Whether to search F's graph, once for each F; whether to compare the bits
+            with grad and without, in the first exact call; whether to run with grad.
+        """
+        exact = ledger.options.exact != "none"
+        learning = learned.undeclared is None
+        probing = exact and learned.grad_matters is None
+        self.with_grad = exact and bool(learned.grad_matters)
+        return learning, probing, learning or probing or self.with_grad
+
+    def bits_mode(self) -> contextlib.AbstractContextManager[None]:
+        """Set the grad mode in which F returns the bits of the first run."""
+        return with_bare_graph(self.name) if self.with_grad else torch.no_grad()
 
 
 class HalfRecord(Record):
@@ -165,6 +192,7 @@ class HalfRecord(Record):
                         run, tensors, ledger.states
                     )
                 self._note = function.keep_note(note, ledger)
+                self.with_grad = ledger.options.exact != "none"
             check_values(values, acc, self.name)
             out = self.rule.apply(acc, values)
         if not store and not again:
@@ -227,12 +255,9 @@ class HalfRecord(Record):
     ) -> tuple[list[Tensor], tuple[Any, ...]]:
         function = self.step.function
         learned = self.step.learned
-        exact = ledger.options.exact != "none"
-        # The first call of all learns what F's graph reaches.
-        learning = learned.undeclared is None
-        with_grad = learning or (exact and bool(learned.grad_matters))
+        learning, probing, with_grad = self.lessons(learned, ledger)
         kwargs = ledger.side.build(self.keys, ledger.side.tensors)
-        items = [_leaf(item) for item in context] if with_grad else context
+        items = [leaf(item) for item in context] if with_grad else context
         known = [item for item in items if isinstance(item, Tensor)]
         known += [*(ledger.side.tensors[i] for i in self.places), *self.owned]
 
@@ -247,9 +272,10 @@ class HalfRecord(Record):
         if learning:
             learned.undeclared = undeclared(roots, known)
         self._note = function.keep_note(note, ledger)
-        if exact and learned.grad_matters is None:
-            learned.grad_matters = not _same_bits(values, self._bare(context, ledger))
-        return [_detached(v) for v in values], tuple([_detached(item) for item in aux])
+        if probing:
+            learned.grad_matters = not same_bits(values, self._bare(context, ledger))
+            self.with_grad = learned.grad_matters
+        return [_detached(v) for v in values], tree_map(_detached, aux)
 
     def _bare(self, context: list[Any], ledger: Ledger) -> Sequence[Tensor]:
         """Run F once more without grad, to compare the bits."""
@@ -270,8 +296,10 @@ class HalfRecord(Record):
             self.put_back(stack, saved)
             if step.acc in self.kept:
                 return
-        with torch.no_grad(), self.world(saved):
+        with self.world(saved), self.bits_mode():
             context = [stack[i] for i in step.reads]
+            if self.with_grad:
+                context = [leaf(item) for item in context]
             kwargs = side.build(self.keys, saved)
             values, _, _ = step.function.again(
                 context, kwargs, self.name, self._note, saved, None
@@ -279,7 +307,8 @@ class HalfRecord(Record):
         if backwards:
             stack[step.acc] = self._restored(stack[step.acc], values, saved)
         else:
-            stack[step.acc] = self.rule.apply(stack[step.acc], values)
+            with torch.no_grad():
+                stack[step.acc] = self.rule.apply(stack[step.acc], values)
 
     def reverse_and_grad(
         self,
@@ -302,10 +331,11 @@ class HalfRecord(Record):
         Returns:
             The old accumulator's gradient, and those of F's tensors.
         """
-        if all(grad is None for grad in grads) or not any(needs):
+        step = self.step
+        idle = all(grad is None for grad in grads) or not any(needs)
+        if idle and (grads[0] is None or self.rule.additive):
             self.move(stack, side, saved, backwards=True)
             return grads[0], [None] * len(needs)
-        step = self.step
         self.put_back(stack, saved)
         inputs: list[Tensor] = []
 
@@ -333,19 +363,15 @@ class HalfRecord(Record):
                 acc_grad, value_grads = self.rule.backward(grads[0], acc, values)
         if pulled is not None:
             values, value_grads = pulled.outputs, pulled.grads
-        del acc
-        floating = [item for item in aux if is_stream(item)]
+        floating = [item for item in tree_leaves(aux) if is_stream(item)]
+        roots = roots_of([*values, *floating], [*value_grads, *grads[1:]])
+        weights = () if pulled is None else pulled.weights
+        # F's outputs are as large as a stream, and the graph alone is needed.
+        del acc, values, aux, floating, pulled
         inputs += self.owned
         with self.memory.differentiating(saved):
-            found = vjp(
-                self.replay,
-                [*values, *floating],
-                [*value_grads, *grads[1:]],
-                inputs,
-                needs,
-            )
-        if pulled is not None:
-            pulled.add_to(found, inputs, needs)
+            found = vjp(self.replay, roots, inputs, needs)
+        add_weight_grads(weights, found, inputs, needs)
         return acc_grad, found
 
     def _restored(
@@ -367,13 +393,10 @@ class HalfRecord(Record):
 
 @contextlib.contextmanager
 def with_bare_graph(name: str) -> Iterator[None]:
-    """Run F with grad, but keep nothing of what its graph saves."""
-
-    def refuse(_: None) -> Tensor:
-        raise AssertionError("the graph of a first run is not differentiated")
-
+    """Run F with grad, for a graph that is dropped at once."""
     try:
-        with torch.enable_grad(), saved_tensors_hooks(lambda _: None, refuse):
+        # Saved-tensor hooks of the user's are for what the call keeps, not for this.
+        with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda x: x):
             yield
     except RuntimeError as error:
         if "in-place operation" not in str(error):
@@ -384,7 +407,7 @@ def with_bare_graph(name: str) -> Iterator[None]:
         ) from error
 
 
-def _leaf(item: Any) -> Any:
+def leaf(item: Any) -> Any:
     return item.detach().requires_grad_() if is_stream(item) else item
 
 
@@ -392,7 +415,7 @@ def _detached(item: Any) -> Any:
     return item.detach() if isinstance(item, Tensor) else item
 
 
-def _same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+def same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     return all(
         torch.equal(_bits(a), _bits(b)) for a, b in zip(left, right, strict=True)
     )

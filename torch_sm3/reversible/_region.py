@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A region that ``torch.compile`` leaves alone."""
+"""Regions that ``torch.compile`` leaves alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+_resolvers: list[Callable[[], None]] = []
 
 
 def eager_region(reason: str) -> Callable[[Method], Method]:
@@ -20,16 +22,29 @@ def eager_region(reason: str) -> Callable[[Method], Method]:
     def decorate(function: Method) -> Method:
         disabled: Any = None
 
+        def resolve() -> None:
+            nonlocal disabled
+            import torch._dynamo
+
+            disabled = torch._dynamo.disable(function, reason=reason)
+
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal disabled
             if disabled is None:
-                # Importing the compiler takes a second, so it waits for the first call.
-                import torch._dynamo
-
-                disabled = torch._dynamo.disable(function, reason=reason)
+                resolve()
             return disabled(*args, **kwargs)
 
+        _resolvers.append(resolve)
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+@functools.cache
+def load_compiler() -> None:
+    """Import the compiler, which takes a second, before it can meet a region.
+
+    Otherwise it would break its graph at the import as well.
+    """
+    for resolve in _resolvers:
+        resolve()

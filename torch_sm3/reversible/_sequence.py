@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torch_sm3.reversible._block import (
     Block,
+    Stepwise,
     changed_items,
     check_count,
     check_names,
@@ -20,6 +21,7 @@ from torch_sm3.reversible._block import (
 from torch_sm3.reversible._call import Call
 from torch_sm3.reversible._drift import Drift, DriftMonitor
 from torch_sm3.reversible._exact import on_grid, rule_of
+from torch_sm3.reversible._hooks import has_hooks, run_inside
 from torch_sm3.reversible._ledger import Ledger, Options, Stats
 from torch_sm3.reversible._moves import halves
 from torch_sm3.reversible._plan import (
@@ -29,7 +31,8 @@ from torch_sm3.reversible._plan import (
     entries_of,
     settings_checked,
 )
-from torch_sm3.reversible._region import eager_region
+from torch_sm3.reversible._region import eager_region, load_compiler
+from torch_sm3.reversible._replay import Inventory
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Half, Step, is_stream
 from torch_sm3.reversible._surroundings import check_surroundings, needs_graph
@@ -143,6 +146,7 @@ class ReversibleSequence(Block):
         self.drift: list[Drift] = []
         self.n_in, self.n_out = _depths(flat)
         settings_checked(self, flat)
+        load_compiler()
         self._entries: list[PlanEntry] | None = None
         if plan != "auto":
             self._entries = entries_of(check_plan(self.plan, flat), keep_every, flat)
@@ -228,10 +232,25 @@ class ReversibleSequence(Block):
     def _run_plainly(
         self, items: list[Any], context: Side, merge: bool = False
     ) -> list[Any]:
-        return [
-            run_steps(block, items, context, f"block {i}", rule=self._rule, merge=merge)
-            for i, block in enumerate(self)
-        ]
+        def run(stack: list[Any], given: Any) -> Any:
+            side = given if isinstance(given, Side) else Side(given)
+            # Only the node engine sums gradients in another order than the plain run.
+            merged = merge and self._engine_of(block) != "graph"
+            return run_steps(block, stack, side, name, rule=self._rule, merge=merged)
+
+        aux = []
+        for i, block in enumerate(self):
+            name = f"block {i}"
+            if has_hooks(block) and isinstance(block, Stepwise):
+                aux.append(run_inside(block, items, context, has_aux(block), run))
+            else:
+                aux.append(run(items, context))
+        return aux
+
+    def _engine_of(self, block: Block) -> str:
+        if self.engine == "auto" and (self.double_backward or needs_graph(block)):
+            return "graph"
+        return self.engine
 
     def _run_recorded(
         self,
@@ -242,9 +261,8 @@ class ReversibleSequence(Block):
     ) -> list[Any]:
         plans = [entry.plan for entry in self._plans(stack, side)]
         if all(plan == "store" for plan in plans):
-            # Only the node engine sums gradients in another order than the plain run.
-            return self._run_plainly(items, context, merge=self.engine != "graph")
-        check_surroundings(items)
+            return self._run_plainly(items, context, merge=True)
+        check_surroundings([*items, *context.tensors, *self.parameters()])
         check_streams(self, items, plans)
         options = Options(
             self.exact, self.grid_bits, self.overflow, self.generators, self.monitor
@@ -252,14 +270,8 @@ class ReversibleSequence(Block):
         call = Call(Ledger(context, options, self.stats), self._judge)
         aux = []
         for i, (block, plan) in enumerate(zip(self, plans, strict=True)):
-            engine = self.engine
-            if engine == "auto" and (self.double_backward or needs_graph(block)):
-                engine = "graph"
-            name = f"block {i}"
-            found = [
-                call.run(step, name, items, plan, engine) for step in block._steps()
-            ]
-            aux.append(block._join_aux(found) if has_aux(block) else ())
+            engine = self._engine_of(block)
+            aux.append(call.run_block(block, f"block {i}", items, plan, engine))
         call.close(items)
         return aux
 
@@ -309,7 +321,10 @@ class ReversibleSequence(Block):
             return False
         if any(isinstance(item, Tensor) and item.requires_grad for item in items):
             return True
-        return any(p.requires_grad for p in self.parameters())
+        if any(p.requires_grad for p in self.parameters()):
+            return True
+        # Weights as plain attributes, for instance in a replica of nn.DataParallel.
+        return bool(Inventory([self]).owned)
 
 
 def _flattened(blocks: Sequence[Block]) -> list[Block]:

@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from torch_sm3.reversible._replay import is_sharded
 
-def check_surroundings(items: Sequence[Any]) -> None:
+
+def check_surroundings(items: Iterable[Any]) -> None:
     """Refuse transforms that would not see the recompute.
+
+    Args:
+        items: everything that could carry a tangent.
 
     Raises:
         RuntimeError: under ``vmap``, ``torch.func`` and forward-mode differentiation.
@@ -39,12 +44,8 @@ def check_surroundings(items: Sequence[Any]) -> None:
 
 def needs_graph(block: nn.Module) -> bool:
     """Tell whether a block has sharded parameters, so that F must be in the graph."""
-    # Nothing can be sharded while the modules that shard are not imported.
-    tensors: Any = sys.modules.get("torch.distributed.tensor")
-    if tensors is None:
-        return False
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     managed = getattr(fsdp, "FSDPModule", ())
     if managed and any(isinstance(module, managed) for module in block.modules()):
         return True
-    return any(isinstance(p, tensors.DTensor) for p in block.parameters())
+    return any(map(is_sharded, block.parameters()))

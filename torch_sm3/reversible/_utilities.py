@@ -85,7 +85,7 @@ class Swap(Select):
 class ConcatenatePair(Utility):
     r"""Join two items; both outputs are the joined one.
 
-    :math:`(x, y) 	o (\mathrm{cat}(x, y), \mathrm{cat}(x, y))`. The inverse splits the
+    :math:`(x, y) \to (\mathrm{cat}(x, y), \mathrm{cat}(x, y))`. The inverse splits the
     first copy; the gradients of both are summed.
 
     Args:

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_sm3.reversible._exact import Correction, Watch, record_sidecar
 from torch_sm3.reversible._ledger import Ledger
-from torch_sm3.reversible._record import Grads, Record, with_bare_graph
+from torch_sm3.reversible._record import Grads, Record, leaf, same_bits, with_bare_graph
 from torch_sm3.reversible._steps import Whole, is_stream
-from torch_sm3.reversible._vjp import undeclared, vjp
+from torch_sm3.reversible._vjp import roots_of, undeclared, vjp
 
 
 class WholeRecord(Record):
@@ -42,14 +42,13 @@ class WholeRecord(Record):
         side = ledger.side.tensors
         tensors = [item for item in context if isinstance(item, Tensor)]
         tensors += [side[i] for i in self.places]
-        learning = step.learned.undeclared is None
-        items = context
-        if learning:
-            items = [x.detach().requires_grad_() if is_stream(x) else x for x in items]
+        learned = step.learned
+        learning, probing, with_grad = self.lessons(learned, ledger)
+        items = [leaf(item) for item in context] if with_grad else context
         kwargs = ledger.side.build(self.keys, side)
 
         def run() -> Any:
-            if not learning:
+            if not with_grad:
                 return step.run(items, kwargs)
             with with_bare_graph(self.name):
                 return step.run(items, kwargs)
@@ -60,8 +59,13 @@ class WholeRecord(Record):
             if learning:
                 known = [x for x in items if isinstance(x, Tensor)]
                 known += [*(side[i] for i in self.places), *self.owned]
-                step.learned.undeclared = undeclared(outputs, known)
+                learned.undeclared = undeclared(outputs, known)
             outputs = [x.detach() if isinstance(x, Tensor) else x for x in outputs]
+            if probing:
+                with self.world(ledger.tensors):
+                    bare = step.run(context, kwargs)
+                self.with_grad = not same_bits(_tensors(outputs), _tensors(bare))
+                learned.grad_matters = self.with_grad
             if ledger.options.exact == "sidecar":
                 self._record_sidecars(context, outputs, ledger, watch)
         return outputs, ()
@@ -91,6 +95,7 @@ class WholeRecord(Record):
             else:
                 with self.memory.recording(ledger):
                     outputs = self.replay.first(run, tensors, ledger.states)
+                self.with_grad = ledger.options.exact != "none"
         if ledger.options.exact == "sidecar" and not again and not self.kept:
             with torch.no_grad():
                 bare = [x.detach() if is_stream(x) else x for x in outputs]
@@ -136,15 +141,27 @@ class WholeRecord(Record):
         """Move the stack over this block, or back over it, without grad."""
         step = self.step
         kwargs = side.build(self.keys, saved)
-        with torch.no_grad(), self.world(saved):
-            if backwards:
-                items = step.reverse(stack[: step.n_out], kwargs)
-            else:
-                items = step.run(stack[: step.n_in], kwargs)
         if backwards:
-            stack[: step.n_out] = self.corrected(items, saved)
-        else:
-            stack[: step.n_in] = items
+            with torch.no_grad():
+                stack[: step.n_out] = self.rebuilt(stack[: step.n_out], kwargs, saved)
+            return
+        items = stack[: step.n_in]
+        if self.with_grad:
+            items = [leaf(item) for item in items]
+        with self.world(saved), self.bits_mode():
+            outputs = step.run(items, kwargs)
+        stack[: step.n_in] = [x.detach() if is_stream(x) else x for x in outputs]
+
+    def rebuilt(
+        self, outputs: Sequence[Any], kwargs: Any, saved: Sequence[Tensor]
+    ) -> tuple[Any, ...]:
+        """Return the inputs: those that were kept, or what the inverse returns."""
+        step = self.step
+        if len(self.kept) == step.n_in:
+            return tuple([saved[self.kept[i]] for i in range(step.n_in)])
+        with self.world(saved):
+            items = step.reverse(outputs, kwargs)
+        return self.corrected(items, saved)
 
     def corrected(
         self, items: Sequence[Any], saved: Sequence[Tensor]
@@ -219,13 +236,8 @@ class Rerun:
 
     def rebuild(self, outputs: Sequence[Any], side: dict[str, Any]) -> tuple[Any, ...]:
         """Return the block's inputs: by its inverse, exact where the call is."""
-        record, saved = self._record, self._saved
-        step = record.step
-        if len(record.kept) == step.n_in:
-            return tuple([saved[record.kept[i]] for i in range(step.n_in)])
-        with torch.no_grad(), self.world():
-            inputs = step.reverse(outputs, [side] if side else [])
-        return record.corrected(inputs, saved)
+        with torch.no_grad():
+            return self._record.rebuilt(outputs, [side] if side else [], self._saved)
 
     def run_and_grad(
         self, inputs: Sequence[Any], output_grads: Sequence[Any], side: dict[str, Any]
@@ -237,32 +249,28 @@ class Rerun:
             the order of its leaves; and of :attr:`params`.
         """
         record, needs = self._record, iter(self._needs)
-        leaves: dict[int, Tensor] = {}
+        leaves: list[Tensor] = []
 
         def track(item: Any) -> Any:
             if not isinstance(item, Tensor):
                 return item
-            leaf = item.detach().requires_grad_(next(needs))
-            leaves[len(leaves)] = leaf
-            return leaf
+            tracked = item.detach().requires_grad_(next(needs))
+            leaves.append(tracked)
+            return tracked
 
         arguments = [track(item) for item in inputs]
         tensors = {id(t): t for t in _tensors(side)}
         order = [id(self._saved[i]) for i in record.places]
-        tracked = {key: track(tensors[key]) for key in order}
-        kwargs = tree_map(lambda x: tracked.get(id(x), x), side)
+        given = {key: track(tensors[key]) for key in order}
+        kwargs = tree_map(lambda x: given.get(id(x), x), side)
         with self.world(), torch.enable_grad():
             outputs = record.step.run(arguments, [kwargs] if kwargs else [])
         values = [y for y in outputs if is_stream(y)]
         grads = [g for y, g in zip(outputs, output_grads, strict=True) if is_stream(y)]
+        roots = roots_of(values, grads)
+        inputs_of = [*leaves, *self.params]
         with record.memory.differentiating(self._saved):
-            found = vjp(
-                record.replay,
-                values,
-                grads,
-                [*leaves.values(), *self.params],
-                self._needs,
-            )
+            found = vjp(record.replay, roots, inputs_of, self._needs)
         result = iter(found)
         inputs_grads = tuple(
             [next(result) if isinstance(x, Tensor) else None for x in inputs]
@@ -272,5 +280,5 @@ class Rerun:
         return inputs_grads, side_grads, tuple(result)
 
 
-def _tensors(side: dict[str, Any]) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)]
+def _tensors(values: Any) -> list[Tensor]:
+    return [item for item in tree_leaves(values) if isinstance(item, Tensor)]

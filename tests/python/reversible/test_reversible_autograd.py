@@ -29,6 +29,8 @@ from torch_sm3.reversible import (
     is_recomputing,
 )
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 def data(n=4, **options):
     return torch.randn(n, 8, dtype=torch.double, requires_grad=True, **options)

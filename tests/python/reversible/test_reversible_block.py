@@ -18,6 +18,8 @@ from torch_sm3.reversible import (
     inverse,
 )
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 class Affine(Block):
     """Scales one stream by a function of the other, and passes the other through."""

@@ -28,6 +28,8 @@ from torch_sm3.reversible import (
     inverse,
 )
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 def as_numpy(blocks):
     def weights(f):

@@ -12,6 +12,8 @@ from helpers.reversible_models import couplings, loss_of, mlp, plain
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that operators made and that are still alive."""

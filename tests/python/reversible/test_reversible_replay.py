@@ -24,6 +24,8 @@ from torch_sm3.reversible import (
     is_recomputing,
 )
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 def both(seq, inputs, seed=5, wrap=lambda call: call(), loss=loss_of):
     """Return gradients, outputs and generator state of the reversible and plain run."""

@@ -23,6 +23,8 @@ from torch_sm3.reversible import (
     inverse,
 )
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 class Cross(nn.Module):
     """Takes a memory, an optional mask and a number."""
