@@ -9,6 +9,7 @@
 #include <torch_sm3/pipeline/planner.h>
 #include <torch_sm3/pipeline/transport.h>
 #include <torch_sm3/reversible/call.h>
+#include <torch_sm3/reversible/modules.h>
 #include <torch_sm3/reversible/remember.h>
 #include <torch_sm3/reversible/residual.h>
 #include <torch_sm3/sm3.h>
