@@ -13,6 +13,7 @@
 #include <torch_sm3/reversible/checksum.h>
 #include <torch_sm3/reversible/dropout.h>
 #include <torch_sm3/reversible/grid.h>
+#include <torch_sm3/reversible/modules.h>
 #include <torch_sm3/reversible/remember.h>
 #include <torch_sm3/reversible/residual.h>
 #include <torch_sm3/reversible/sidecar.h>
