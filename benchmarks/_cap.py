@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 OUT_OF_MEMORY = re.compile(
-    r"can't allocate memory|MemoryError|bad_alloc|could not create|CUDA out of memory"
+    r"can't allocate memory|MemoryError|bad_alloc|could not create|out of memory"
 )
 
 
-def limit(mebibytes: int, device: str = "cpu") -> None:
-    """Let this process have so much memory beyond what it holds now.
+def limit(size: int, device: str = "cpu") -> None:
+    """Let this process have so many bytes beyond what it holds now.
 
     On CPU it is data (``RLIMIT_DATA``: heap, private mappings, stacks), beyond what
     Python and torch took; on CUDA what torch's allocator may take in all.
@@ -28,11 +28,11 @@ def limit(mebibytes: int, device: str = "cpu") -> None:
     if torch.device(device).type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(mebibytes * 2**20 / total)
+        torch.cuda.set_per_process_memory_fraction(size / total)
         return
     match = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match, "/proc/self/status has no VmData"
-    cap = 1024 * int(match.group(1)) + mebibytes * 2**20
+    cap = 1024 * int(match.group(1)) + size
     resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
 
 
@@ -52,6 +52,7 @@ def in_process(script: str, **options: Any) -> dict[str, Any] | None:
         # on holes between freed blocks.
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_ARENA_MAX": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for deterministic algorithms
     }
     command = [sys.executable, script]
     command += [f"--{name}={value}" for name, value in options.items()]

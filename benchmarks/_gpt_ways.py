@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_sm3
-from torch_sm3.trainer import ReversibleTrainer, Trainer
+from torch_sm3.trainer import ReversibleTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -99,13 +99,11 @@ class Loss(nn.Module):
         return loss_of(self.head((y1 + y2) * 0.5), tokens)
 
 
-def trainer(
-    model: GPT, make: Callable[..., Trainer | ReversibleTrainer], **options: Any
-) -> Step:
-    """Return a step of a trainer, with SM3, on a GPT of one run of blocks."""
+def trainer(model: GPT) -> Step:
+    """Return a step of the trainer, with SM3, on a GPT of one run of blocks."""
     (run,) = model.runs.values()
     blocks = [([Streams(model)], list(run.sequence))]  # type: ignore[arg-type]
-    made = make(blocks, Loss(model), lambda ps: torch_sm3.SM3(ps, lr=0.05), **options)
+    made = ReversibleTrainer(blocks, Loss(model), lambda ps: torch_sm3.SM3(ps, lr=0.05))
     return lambda tokens: made.one_step((tokens, tokens))[0]
 
 
@@ -125,7 +123,7 @@ def by(blocks: str, make: Callable[[Parameters], Any], least: float | None) -> W
 
 WAYS = {
     OURS: by("reversible", lambda ps: torch_sm3.SM3InBackward(ps, lr=0.05), None),
-    TRAINER: Way("reversible", lambda model: trainer(model, ReversibleTrainer)),
+    TRAINER: Way("reversible", trainer),
     ADAMW: by("plain", lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True), 4.0),
     ADAFACTOR: by(
         "checkpoint", lambda ps: torch.optim.Adafactor(ps, lr=1e-2, foreach=False), 1.5

@@ -51,7 +51,7 @@ def child(options: argparse.Namespace) -> None:
     """Train one model under the cap, in this process."""
     way = WAYS[options.child]
     train(way, 32, 1, options)  # threads, and code that is loaded late
-    limit(options.cap)
+    limit(options.cap * 2**20)
     print(json.dumps(train(way, options.width, options.depth, options)))
 
 

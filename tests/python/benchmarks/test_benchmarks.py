@@ -50,4 +50,4 @@ def test_larger_models_fit_under_a_cap(tmp_path: Path) -> None:
 
 def test_a_model_trains_that_does_not_fit(tmp_path: Path) -> None:
     found = run("bigger_than_memory.py", tmp_path / "f.json", "--check")
-    assert found["runs"]["capped"]["digest"] == found["runs"]["stored"]["digest"]
+    assert found["ours"]["hash"] == found["store"]["hash"]
