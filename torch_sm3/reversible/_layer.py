@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch_sm3.reversible._block import Block, changed_items, has_aux
 from torch_sm3.reversible._call import MoveRecord
 from torch_sm3.reversible._drift import Drift, DriftMonitor
-from torch_sm3.reversible._exact import Watch, on_grid
+from torch_sm3.reversible._exact import Watch, entering
 from torch_sm3.reversible._ledger import Ledger, Options, Stats
 from torch_sm3.reversible._moves import Move, sum_of
 from torch_sm3.reversible._record import HalfRecord
@@ -98,10 +98,11 @@ class LayerRun:
     def enter(self, stack: Sequence[Any], blocks: Sequence[Block]) -> list[Any]:
         """Return a stack that enters ``blocks``: on the grid, where there is one."""
         items = list(stack)
-        if self._options.exact == "grid":
+        exact, bits = self._options.exact, self._options.grid_bits
+        if exact != "none":
             for i in changed_items(blocks, len(items)):
                 if is_stream(items[i]):
-                    items[i] = on_grid(items[i], self._options.grid_bits)
+                    items[i] = entering(items[i], exact, bits)
         return items
 
     def forward(
