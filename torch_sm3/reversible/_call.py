@@ -160,7 +160,7 @@ class Call:
             self._note_casts(stack[: block.n_in], items, name)
             found = [self.run(s, name, items, plan, engine) for s in block._steps()]
             inner.extend(items)
-            return block._join_aux(found)
+            return block._join_aux(found) if with_aux else ()
 
         aux = run_inside(block, stack, ledger.side, with_aux, run)
         self._note_casts(inner, stack[: block.n_out], name)
@@ -222,9 +222,12 @@ class Call:
         stack: list[Any],
         inputs: list[Tensor],
     ) -> tuple[Any, ...]:
+        acc = record.step.acc
+        if not aux:
+            (stack[acc],) = HalfNode.apply(self, record, [out], stack[acc], *inputs)
+            return ()
         leaves, structure = tree_flatten(aux)
         floating = [leaf for leaf in leaves if is_stream(leaf)]
-        acc = record.step.acc
         results = HalfNode.apply(self, record, [out, *floating], stack[acc], *inputs)
         stack[acc] = results[0]
         tracked = iter(results[1:])

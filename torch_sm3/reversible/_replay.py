@@ -23,29 +23,36 @@ _STANDARD = frozenset(nn.Module().__dict__)
 class Inventory:
     """All modules, buffers and gradient-requiring tensors below some layers.
 
-    It is taken anew for every run: parameters may be replaced between two calls, and
-    one flat walk costs less than a single small kernel.
+    It is taken anew for every first run: parameters may be replaced between two calls,
+    and one flat walk costs less than a single small kernel.
     """
 
-    __slots__ = ("buffers", "modules", "owned")
+    __slots__ = ("_links", "buffers", "modules", "owned")
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         modules = list(layers)
         seen = set(modules)
         owned: dict[int, Tensor] = {}
         buffers: list[tuple[nn.Module, str, Tensor]] = []
+        links: list[tuple[dict[str, Any], str, Any]] = []
+
+        def own(home: dict[str, Any], name: str, tensor: Tensor) -> None:
+            owned[id(tensor)] = tensor
+            links.append((home, name, tensor))
+
         for module in modules:  # grows while it is walked
-            for child in module._modules.values():
+            for name, child in module._modules.items():
                 if child is not None and child not in seen:
                     seen.add(child)
                     modules.append(child)
-            for parameter in module._parameters.values():
+                    links.append((module._modules, name, child))
+            for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad:
-                    owned[id(parameter)] = parameter
+                    own(module._parameters, name, parameter)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     if buffer.requires_grad:
-                        owned[id(buffer)] = buffer
+                        own(module._buffers, name, buffer)
                     else:
                         buffers.append((module, name, buffer))
             # Weights that a wrapper made and set as plain attributes, for instance
@@ -54,10 +61,18 @@ class Inventory:
             for name in attributes.keys() - _STANDARD:
                 value = attributes[name]
                 if isinstance(value, Tensor) and value.requires_grad:
-                    owned[id(value)] = value
+                    own(attributes, name, value)
         self.modules = modules
         self.owned = list(owned.values())
         self.buffers = buffers
+        self._links = links
+
+    def stands(self) -> bool:
+        """Tell whether modules and tensors are still those that were found."""
+        for home, name, value in self._links:
+            if home.get(name) is not value and not is_sharded(value):
+                return False
+        return True
 
     def flags(self) -> tuple[bool, ...]:
         """Return the training flag of every module."""
@@ -187,26 +202,30 @@ class Replay:
         self._record_buffers(before)
         return result
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Set the world of the first run, and restore today's afterwards.
-
-        Generators, buffers and flags belong to all threads, so only one thread at a
-        time may have others than today's.
+    def again(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context with the world of the first run.
 
         Raises:
             RuntimeError: if a weight of F was changed or replaced meanwhile.
         """
-        inventory = Inventory(self.layers)
-        self._check_weights(inventory)
+        self._check_weights()
+        if self._states or self._buffers or self._inventory.flags() != self._flags:
+            return self._all_exchanged()
+        if self._autocast or _autocast_state():
+            return self._all_exchanged()
+        return _counted
+
+    @contextlib.contextmanager
+    def _all_exchanged(self) -> Iterator[None]:
+        # Generators, buffers and flags belong to all threads, so only one thread at a
+        # time may have others than today's.
         shared: Any = contextlib.nullcontext()
-        if self._states or self._buffers or inventory.flags() != self._flags:
+        if self._states or self._buffers or self._inventory.flags() != self._flags:
             shared = _exchange
-        with shared, contextlib.ExitStack() as stack:
-            stack.enter_context(self._exchanged(inventory))
-            if self._autocast or _autocast_state():
-                for context in _autocast_contexts(self._autocast):
-                    stack.enter_context(context)
+        with shared, _counted, contextlib.ExitStack() as stack:
+            stack.enter_context(self._exchanged(self._inventory))
+            for context in _autocast_contexts(self._autocast):
+                stack.enter_context(context)
             yield
 
     @contextlib.contextmanager
@@ -214,7 +233,6 @@ class Replay:
         restore: list[Any] = []
         flags = inventory.flags()
         outer = {g: g.get_state() for g in self._states}
-        _world.recomputing += 1
         try:
             if flags != self._flags:
                 for module, flag in zip(inventory.modules, self._flags, strict=True):
@@ -227,7 +245,6 @@ class Replay:
                 generator.set_state(state)
             yield
         finally:
-            _world.recomputing -= 1
             for generator, state in outer.items():
                 generator.set_state(state)
             for module, name, value in restore:
@@ -256,13 +273,9 @@ class Replay:
                 "set back in a graph (CounterDropout needs none)"
             )
 
-    def _check_weights(self, inventory: Inventory) -> None:
+    def _check_weights(self) -> None:
         mine = self._inventory.owned
-        same = len(inventory.owned) == len(mine) and all(
-            new is old or is_sharded(old)
-            for new, old in zip(inventory.owned, mine, strict=True)
-        )
-        if not same or len(inventory.modules) != len(self._flags):
+        if not self._inventory.stands():
             raise RuntimeError(
                 f"reversible: expected {self.name} to keep its weights until the "
                 "backward pass, but got others (was it called through "
@@ -329,8 +342,56 @@ class _World(threading.local):
 
 
 _world = _World()
+
+
+class _Counted(contextlib.AbstractContextManager[None]):
+    """The time of a recompute."""
+
+    def __enter__(self) -> None:
+        _world.recomputing += 1
+
+    def __exit__(self, *_: object) -> None:
+        _world.recomputing -= 1
+
+
+_counted = _Counted()
 #: Held while generators, buffers or flags are those of an earlier run.
 _exchange = threading.RLock()
+
+
+class Both(contextlib.AbstractContextManager[None]):
+    """Two contexts, the second inside the first.
+
+    Args:
+        outer: entered first.
+        inner: entered second.
+    """
+
+    __slots__ = ("_inner", "_outer")
+
+    def __init__(
+        self,
+        outer: contextlib.AbstractContextManager[None],
+        inner: contextlib.AbstractContextManager[None],
+    ) -> None:
+        self._outer = outer
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        try:
+            self._inner.__enter__()
+        except BaseException:
+            self._outer.__exit__(*sys.exc_info())
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._inner.__exit__(*error)
+        except BaseException:
+            self._outer.__exit__(*sys.exc_info())
+            raise
+        self._outer.__exit__(*error)
 
 
 def is_recomputing() -> bool:
