@@ -189,6 +189,7 @@ class LayerRun:
         stack: Sequence[Any],
         grads: Sequence[Tensor | None],
         aux_grads: Sequence[Tensor | None] = (),
+        side_grads: Mapping[int, Tensor] | None = None,
     ) -> Reversed:
         """Return the stack before the block, and all gradients.
 
@@ -196,10 +197,12 @@ class LayerRun:
             stack: what :meth:`forward` returned.
             grads: gradients of its items.
             aux_grads: gradients of the floating tensors of :attr:`aux`.
+            side_grads: gradients of side context so far, by ``id`` of the tensor. Those
+                of this block are added half by half, in autograd's order.
         """
         self.drift.clear()
         items, item_grads = list(stack), list(grads)
-        result = Reversed(items, item_grads, {}, {})
+        result = Reversed(items, item_grads, dict(side_grads or {}), {})
         given: dict[int, list[Tensor | None]] = {}
         rest = iter(aux_grads or [None] * sum(self._aux_counts.values()))
         for position, count in self._aux_counts.items():
