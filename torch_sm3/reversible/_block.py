@@ -68,7 +68,9 @@ class Block(nn.Module):
         """Return the block's inputs and all gradients, from its outputs.
 
         The default runs :meth:`inverse` without grad, then :meth:`forward` with grad.
-        A block that can do with one run of its functions overrides it.
+        A block that can do with one run of its functions overrides it. Where inputs
+        are kept or corrected, with the plan ``checkpoint`` or ``exact="sidecar"``, the
+        default is used all the same.
 
         Args:
             outputs: what the block returned.

@@ -10,6 +10,7 @@ sharded parameters, closures and double backward work as in the plain run.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,7 @@ class GraphStep:
         "_kinds",
         "_merge",
         "_needs",
+        "_now",
         "_record",
         "_store",
     )
@@ -66,6 +68,8 @@ class GraphStep:
         self._merge = merge
         self._kinds: list[_Kind] = []
         self._needs: list[bool] = []
+        #: What F has saved so far, for an F that differentiates inside.
+        self._now: list[Tensor] | None = []
         self._acc_needs = False
 
     def first(
@@ -94,30 +98,24 @@ class GraphStep:
         hooks: Any = contextlib.nullcontext()
         if not self._store:
             hooks = saved_tensors_hooks(self._pack, self._unpack)
+        run: Any = record.first_in_graph
         if isinstance(record, HalfRecord):
             self._acc_needs = stack[record.step.acc].requires_grad
-            return record.first_in_graph(
-                stack,
-                context,
-                kwargs,
-                tensors,
-                ledger,
-                watch,
-                hooks,
-                again,
-                self._store,
-            )
-        record.first_in_graph(
-            stack, context, kwargs, tensors, ledger, watch, hooks, again
-        )
-        return ()
+            run = partial(run, store=self._store)
+        aux = run(stack, context, kwargs, tensors, ledger, watch, hooks, again)
+        self._now = None
+        return aux
 
     def _pack(self, tensor: Tensor) -> int:
         self._kinds.append(_kind(tensor))
+        if self._now is not None:
+            self._now.append(tensor.detach())
         return len(self._kinds) - 1
 
     @eager_region("streams are rebuilt by running functions again")
     def _unpack(self, handle: int) -> Tensor:
+        if self._now is not None:
+            return self._now[handle]
         cursor = self._call.cursor()
         if cursor.owner is not self._record or cursor.found[handle] is None:
             # Before the recompute, so that two blocks' tensors are never alive.
@@ -139,9 +137,6 @@ class GraphStep:
             found.append(tensor.detach())
             return len(found) - 1
 
-        def refuse(_: int) -> Tensor:
-            raise AssertionError("the recompute's graph is not differentiated")
-
         cursor = call.seek(record.position + 1)
         needs = iter(self._needs)
 
@@ -157,7 +152,7 @@ class GraphStep:
             cursor.saved,
             track,
             self._acc_needs,
-            saved_tensors_hooks(capture, refuse),
+            saved_tensors_hooks(capture, found.__getitem__),
         )
         cursor.position = record.position
         kinds = [_kind(tensor) for tensor in found]

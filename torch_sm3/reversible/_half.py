@@ -55,6 +55,8 @@ class HalfRecord(Record):
             values, aux = self._first_values(context, tensors, ledger)
             check_values(values, acc, self.name)
             self._sample = ledger.sample(acc)
+            if step.acc in self.kept:
+                return self.rule.apply(acc, values), aux
             out, self._correction = join(
                 self.rule, acc, values, ledger, self.name, watch
             )
@@ -109,17 +111,17 @@ class HalfRecord(Record):
             out = self.rule.apply(acc, values)
         if not store and not again:
             with torch.no_grad():
-                bare = [value.detach() for value in values]
                 self._sample = ledger.sample(acc)
-                self._correction = correction_of(
-                    self.rule,
-                    acc.detach(),
-                    out.detach(),
-                    bare,
-                    ledger,
-                    self.name,
-                    watch,
-                )
+                if step.acc not in self.kept:
+                    self._correction = correction_of(
+                        self.rule,
+                        acc.detach(),
+                        out.detach(),
+                        [value.detach() for value in values],
+                        ledger,
+                        self.name,
+                        watch,
+                    )
         stack[step.acc] = out
         return aux
 

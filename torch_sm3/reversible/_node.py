@@ -45,6 +45,9 @@ class HalfNode(Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.record = record
+        if not any(ctx.needs_input_grad[4:]):
+            # The accumulator alone needs a gradient; F's aux outputs have none.
+            ctx.mark_non_differentiable(*outputs[1:])
         return tuple(outputs)
 
     @staticmethod
