@@ -27,12 +27,13 @@ class Inventory:
     one flat walk costs less than a single small kernel.
     """
 
-    __slots__ = ("buffers", "modules", "owned")
+    __slots__ = ("_derived", "buffers", "modules", "owned")
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         modules = list(layers)
         seen = set(modules)
         owned: dict[int, Tensor] = {}
+        derived: list[tuple[nn.Module, str, Tensor]] = []
         buffers: list[tuple[nn.Module, str, Tensor]] = []
         for module in modules:  # grows while it is walked
             for child in module._modules.values():
@@ -55,9 +56,27 @@ class Inventory:
                 value = attributes[name]
                 if isinstance(value, Tensor) and value.requires_grad:
                     owned[id(value)] = value
+                    if not value.is_leaf:
+                        derived.append((module, name, value))
         self.modules = modules
         self.owned = list(owned.values())
         self.buffers = buffers
+        self._derived = derived
+
+    def drop_replaced(self) -> None:
+        """Drop computed attributes that a run of the layers has replaced.
+
+        They were results of an earlier run, which a module keeps to be looked at.
+        """
+        gone = {id(t) for module, name, t in self._derived
+                if module.__dict__.get(name) is not t}
+        self.owned = [tensor for tensor in self.owned if id(tensor) not in gone]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The owned tensors that a run of the layers does not compute."""
+        derived = {id(tensor) for _, _, tensor in self._derived}
+        return [tensor for tensor in self.owned if id(tensor) not in derived]
 
     def flags(self) -> tuple[bool, ...]:
         """Return the training flag of every module."""
@@ -124,7 +143,7 @@ class Replay:
         self.learned = learned
         self._inventory = inventory
         self._flags = inventory.flags()
-        self._versions = [tensor._version for tensor in inventory.owned]
+        self._versions = [tensor._version for tensor in inventory.weights]
         self._autocast = _autocast_state()
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._states: GeneratorStates = {}
@@ -185,6 +204,7 @@ class Replay:
                     f"{tuple(item.shape)} (argument 'F')"
                 )
         self._record_buffers(before)
+        self._inventory.drop_replaced()
         return result
 
     @contextlib.contextmanager
@@ -257,10 +277,10 @@ class Replay:
             )
 
     def _check_weights(self, inventory: Inventory) -> None:
-        mine = self._inventory.owned
-        same = len(inventory.owned) == len(mine) and all(
+        mine, others = self._inventory.weights, inventory.weights
+        same = len(others) == len(mine) and all(
             new is old or is_sharded(old)
-            for new, old in zip(inventory.owned, mine, strict=True)
+            for new, old in zip(others, mine, strict=True)
         )
         if not same or len(inventory.modules) != len(self._flags):
             raise RuntimeError(
