@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <find_operator.h>
 #include <rule.h>
+#include <torch_sm3/reversible/affine.h>
 #include <torch_sm3/reversible/grid.h>
 #include <torch_sm3/reversible/residual.h>
 
@@ -13,32 +13,6 @@ namespace {
 
 using at::Tensor;
 using Values = std::vector<Tensor>;
-
-using Affine = Tensor(const Tensor&, const Tensor&, const Tensor&, double);
-
-Tensor affine(const Tensor& acc, const Values& values, double clamp) {
-  static const auto op = find_operator<Affine>("torch_sm3::reversible_affine");
-  const auto type = acc.scalar_type();
-  return op.call(acc, values[0].to(type), values[1].to(type), clamp);
-}
-
-Tensor affine_inverse(const Tensor& out, const Values& values, double clamp) {
-  static const auto op =
-      find_operator<Affine>("torch_sm3::reversible_affine_inverse");
-  const auto type = out.scalar_type();
-  return op.call(out, values[0].to(type), values[1].to(type), clamp);
-}
-
-std::tuple<Tensor, Tensor> affine_backward(
-    const Tensor& grad,
-    const Tensor& acc,
-    const Tensor& scale,
-    double clamp) {
-  static const auto op = find_operator<std::tuple<Tensor, Tensor>(
-      const Tensor&, const Tensor&, const Tensor&, double)>(
-      "torch_sm3::reversible_affine_backward");
-  return op.call(grad, acc, scale.to(acc.scalar_type()), clamp);
-}
 
 // As the gradient of a cast.
 Tensor cast_grad(const Tensor& grad, const Tensor& value) {
@@ -139,7 +113,11 @@ Tensor apply_rule(
       return out;
     }
     case Rule::Kind::kAffine:
-      return affine(acc, values, rule.number);
+      return reversible_affine(
+          acc,
+          values[0].to(acc.scalar_type()),
+          values[1].to(acc.scalar_type()),
+          rule.number);
     case Rule::Kind::kMomentum:
       return acc.mul(rule.number)
           .add(values[0].to(acc.scalar_type()), 1 - rule.number);
@@ -153,7 +131,11 @@ Tensor undo_rule(const Rule& rule, const Tensor& out, const Values& values) {
     case Rule::Kind::kGrid:
       return reversible_grid_sub(out, values[0], rule.bits);
     case Rule::Kind::kAffine:
-      return affine_inverse(out, values, rule.number);
+      return reversible_affine_inverse(
+          out,
+          values[0].to(out.scalar_type()),
+          values[1].to(out.scalar_type()),
+          rule.number);
     case Rule::Kind::kMomentum:
       return out.sub(values[0].to(out.scalar_type()), 1 - rule.number)
           .div(rule.number);
@@ -169,8 +151,8 @@ RuleGrads rule_backward(
     const Values& values) {
   switch (rule.kind) {
     case Rule::Kind::kAffine: {
-      auto [acc_grad, scale_grad] =
-          affine_backward(grad, acc, values[0], rule.number);
+      auto [acc_grad, scale_grad] = reversible_affine_backward(
+          grad, acc, values[0].to(acc.scalar_type()), rule.number);
       return {
           acc_grad,
           {cast_grad(scale_grad, values[0]), cast_grad(grad, values[1])}};

@@ -77,6 +77,18 @@ bool same_bits(const Tensor& a, const Tensor& b) {
 
 } // namespace
 
+Rule exact_rule(const Half& half, const CallOptions& options) {
+  if (options.exact != Exact::kGrid) {
+    return half.rule;
+  }
+  TORCH_CHECK_VALUE(
+      half.rule.kind == Rule::Kind::kAdd,
+      "reversible: expected blocks that only add with exact 'grid', but got ",
+      half.name,
+      " (argument 'exact')");
+  return {Rule::Kind::kGrid, 0, options.grid_bits};
+}
+
 Streams::Streams(
     const CallOptions& options,
     Run run,
@@ -95,15 +107,16 @@ size_t Streams::add(const char* op, const Tensor& stream, bool changes) {
   if (changes) {
     check_stream(op, stream);
     check_exact(op, stream, options_);
+    TORCH_CHECK_VALUE(
+        !device_ || stream.device() == *device_,
+        op,
+        ": expected all streams on ",
+        *device_,
+        ", but got ",
+        stream.device(),
+        " (argument 'streams')");
+    device_ = stream.device();
   }
-  TORCH_CHECK_VALUE(
-      values_.empty() || stream.device() == values_[0].device(),
-      op,
-      ": expected all streams on ",
-      values_.empty() ? stream.device() : values_[0].device(),
-      ", but got ",
-      stream.device(),
-      " (argument 'streams')");
   const bool rounds = changes && options_.exact == Exact::kGrid;
   values_.push_back(
       rounds ? reversible_quantize(stream, options_.grid_bits) : stream);
@@ -132,19 +145,8 @@ void Streams::check_precision(size_t stream) const {
       " (argument 'acc')");
 }
 
-void Streams::exact_rule(Half& half) const {
-  if (options_.exact == Exact::kGrid) {
-    TORCH_CHECK_VALUE(
-        half.rule.kind == Rule::Kind::kAdd,
-        "reversible: expected blocks that only add with exact 'grid', but got ",
-        half.name,
-        " (argument 'exact')");
-    half.rule = {Rule::Kind::kGrid, 0, options_.grid_bits};
-  }
-}
-
 void Streams::run(Half half, const Values& side) {
-  exact_rule(half);
+  half.rule = exact_rule(half, options_);
   if (run_ != Run::kNodes) {
     plain(half, side);
     return;

@@ -15,6 +15,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace torch_sm3::reversible {
@@ -25,6 +26,9 @@ enum class Run : uint8_t {
   kPlain, ///< with ordinary autograd
   kNodes  ///< with one node per half
 };
+
+/// Returns a half's rule under these options; a ValueError if it has none.
+Rule exact_rule(const Half& half, const CallOptions& options);
 
 class Streams {
  public:
@@ -61,7 +65,6 @@ class Streams {
 
  private:
   void check_precision(size_t stream) const;
-  void exact_rule(Half& half) const;
   void plain(const Half& half, const std::vector<at::Tensor>& side);
   void recorded(Half half, const std::vector<at::Tensor>& side);
   std::vector<at::Tensor> first(
@@ -80,6 +83,7 @@ class Streams {
   std::shared_ptr<CallState> state_;
   std::vector<at::Tensor> values_;
   std::vector<int64_t> additions_;
+  std::optional<at::Device> device_; // of the streams that are changed
 };
 
 } // namespace torch_sm3::reversible

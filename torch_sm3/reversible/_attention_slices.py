@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torch_sm3 import _ops
-from torch_sm3.reversible import _dropout
 from torch_sm3.reversible._seeds import fold, seed_tensor
 from torch_sm3.reversible._split import Gradients, SplitResult, alias, vjp
 
@@ -82,7 +81,7 @@ class Seeds:
             return x
         if which not in self._keys:
             self._keys[which] = seed_tensor(fold(self._rng, which), self._device)
-        return _dropout.reversible_dropout(x, p, self._keys[which], offset, strides)
+        return _ops.reversible_dropout(x, p, self._keys[which], offset, strides)
 
 
 class Sliced(Protocol):

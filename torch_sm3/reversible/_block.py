@@ -99,6 +99,23 @@ class Block(nn.Module):
 class Stepwise(Block):
     """A block that is given by its steps."""
 
+    def _parts(self) -> tuple[Any, ...]:
+        """Return the modules that the steps refer to."""
+        raise NotImplementedError
+
+    def _make_steps(self) -> Sequence[Step]:
+        """Return new steps."""
+        raise NotImplementedError
+
+    def _steps(self) -> Sequence[Step]:
+        """Return the steps; they are made anew when a module was replaced."""
+        parts = self._parts()
+        known = self.__dict__.get("_known_steps")
+        if known is None or not _same(known[0], parts):
+            known = self.__dict__["_known_steps"] = parts, self._make_steps()
+        steps: Sequence[Step] = known[1]
+        return steps
+
     def forward(self, *stack: Any, _run: Any = None, **side: Any) -> tuple[Any, ...]:
         """Run the block with ordinary operators, or as the calling sequence does."""
         if _run is not None:
@@ -145,6 +162,12 @@ def inverse(module: Block, *outputs: Any, **side: Any) -> tuple[Any, ...]:
         )
     with torch.no_grad():
         return module.inverse(*outputs, **side)
+
+
+def _same(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    return len(left) == len(right) and all(
+        a is b for a, b in zip(left, right, strict=True)
+    )
 
 
 def run_steps(

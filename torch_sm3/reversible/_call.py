@@ -222,9 +222,12 @@ class Call:
         stack: list[Any],
         inputs: list[Tensor],
     ) -> tuple[Any, ...]:
+        acc = record.step.acc
+        if not aux:
+            (stack[acc],) = HalfNode.apply(self, record, [out], stack[acc], *inputs)
+            return ()
         leaves, structure = tree_flatten(aux)
         floating = [leaf for leaf in leaves if is_stream(leaf)]
-        acc = record.step.acc
         results = HalfNode.apply(self, record, [out, *floating], stack[acc], *inputs)
         stack[acc] = results[0]
         tracked = iter(results[1:])

@@ -10,6 +10,7 @@ sharded parameters, closures and double backward work as in the plain run.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +51,7 @@ class GraphStep:
     __slots__ = (
         "_acc_needs",
         "_call",
+        "_fresh",
         "_kinds",
         "_merge",
         "_needs",
@@ -65,6 +67,8 @@ class GraphStep:
         self._store = store
         self._merge = merge
         self._kinds: list[_Kind] = []
+        #: The tensors themselves, while F runs: it may differentiate inside.
+        self._fresh: list[Tensor] | None = None
         self._needs: list[bool] = []
         self._acc_needs = False
 
@@ -93,7 +97,7 @@ class GraphStep:
         kwargs = ledger.side.build(record.keys, by_place)
         hooks: Any = contextlib.nullcontext()
         if not self._store:
-            hooks = saved_tensors_hooks(self._pack, self._unpack)
+            hooks = self._handles()
         if isinstance(record, HalfRecord):
             self._acc_needs = stack[record.step.acc].requires_grad
             return record.first_in_graph(
@@ -112,12 +116,25 @@ class GraphStep:
         )
         return ()
 
+    @contextlib.contextmanager
+    def _handles(self) -> Iterator[None]:
+        self._fresh = []
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._fresh = None
+
     def _pack(self, tensor: Tensor) -> int:
         self._kinds.append(_kind(tensor))
+        if self._fresh is not None:
+            self._fresh.append(tensor.detach())
         return len(self._kinds) - 1
 
     @eager_region("streams are rebuilt by running functions again")
     def _unpack(self, handle: int) -> Tensor:
+        if self._fresh is not None:
+            return self._fresh[handle]
         cursor = self._call.cursor()
         if cursor.owner is not self._record or cursor.found[handle] is None:
             # Before the recompute, so that two blocks' tensors are never alive.
@@ -139,9 +156,6 @@ class GraphStep:
             found.append(tensor.detach())
             return len(found) - 1
 
-        def refuse(_: int) -> Tensor:
-            raise AssertionError("the recompute's graph is not differentiated")
-
         cursor = call.seek(record.position + 1)
         needs = iter(self._needs)
 
@@ -157,7 +171,7 @@ class GraphStep:
             cursor.saved,
             track,
             self._acc_needs,
-            saved_tensors_hooks(capture, refuse),
+            saved_tensors_hooks(capture, found.__getitem__),
         )
         cursor.position = record.position
         kinds = [_kind(tensor) for tensor in found]

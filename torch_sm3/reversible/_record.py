@@ -20,12 +20,12 @@ from torch_sm3.reversible._exact import (
     join,
     rule_of,
 )
-from torch_sm3.reversible._functions import First
+from torch_sm3.reversible._functions import First, add_weight_grads
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._remember import Memory
-from torch_sm3.reversible._replay import Inventory, Learned, Replay
+from torch_sm3.reversible._replay import Both, Inventory, Learned, Replay
 from torch_sm3.reversible._steps import Half, Whole, check_values, is_stream
-from torch_sm3.reversible._vjp import undeclared, vjp
+from torch_sm3.reversible._vjp import roots_of, undeclared, vjp
 
 #: Gradients of one step: of the items it changes, and of F's tensors.
 Grads = list[Tensor | None]
@@ -92,11 +92,9 @@ class Record:
         for i, place in self.kept.items():
             stack[i] = saved[place]
 
-    @contextlib.contextmanager
-    def world(self, saved: Sequence[Tensor]) -> Iterator[None]:
+    def world(self, saved: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
         """Set what F saw in the first run."""
-        with self.replay.again(), self.memory.recalling(saved):
-            yield
+        return Both(self.replay.again(), self.memory.recalling(saved))
 
     def lessons(self, learned: Learned, ledger: Ledger) -> tuple[bool, bool, bool]:
         """Return what the first run has to find out, and whether it needs grad mode.
@@ -365,19 +363,15 @@ class HalfRecord(Record):
                 acc_grad, value_grads = self.rule.backward(grads[0], acc, values)
         if pulled is not None:
             values, value_grads = pulled.outputs, pulled.grads
-        del acc
         floating = [item for item in tree_leaves(aux) if is_stream(item)]
+        roots = roots_of([*values, *floating], [*value_grads, *grads[1:]])
+        weights = () if pulled is None else pulled.weights
+        # F's outputs are as large as a stream, and the graph alone is needed.
+        del acc, values, aux, floating, pulled
         inputs += self.owned
         with self.memory.differentiating(saved):
-            found = vjp(
-                self.replay,
-                [*values, *floating],
-                [*value_grads, *grads[1:]],
-                inputs,
-                needs,
-            )
-        if pulled is not None:
-            pulled.add_to(found, inputs, needs)
+            found = vjp(self.replay, roots, inputs, needs)
+        add_weight_grads(weights, found, inputs, needs)
         return acc_grad, found
 
     def _restored(

@@ -23,30 +23,36 @@ _STANDARD = frozenset(nn.Module().__dict__)
 class Inventory:
     """All modules, buffers and gradient-requiring tensors below some layers.
 
-    It is taken anew for every run: parameters may be replaced between two calls, and
-    one flat walk costs less than a single small kernel.
+    It is taken anew for every first run: parameters may be replaced between two calls,
+    and one flat walk costs less than a single small kernel.
     """
 
-    __slots__ = ("_derived", "buffers", "modules", "owned")
+    __slots__ = ("_links", "buffers", "modules", "owned")
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         modules = list(layers)
         seen = set(modules)
         owned: dict[int, Tensor] = {}
-        derived: list[tuple[nn.Module, str, Tensor]] = []
         buffers: list[tuple[nn.Module, str, Tensor]] = []
+        links: list[tuple[dict[str, Any], str, Any]] = []
+
+        def own(home: dict[str, Any], name: str, tensor: Tensor) -> None:
+            owned[id(tensor)] = tensor
+            links.append((home, name, tensor))
+
         for module in modules:  # grows while it is walked
-            for child in module._modules.values():
+            for name, child in module._modules.items():
                 if child is not None and child not in seen:
                     seen.add(child)
                     modules.append(child)
-            for parameter in module._parameters.values():
+                    links.append((module._modules, name, child))
+            for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad:
-                    owned[id(parameter)] = parameter
+                    own(module._parameters, name, parameter)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     if buffer.requires_grad:
-                        owned[id(buffer)] = buffer
+                        own(module._buffers, name, buffer)
                     else:
                         buffers.append((module, name, buffer))
             # Weights that a wrapper made and set as plain attributes, for instance
@@ -55,28 +61,34 @@ class Inventory:
             for name in attributes.keys() - _STANDARD:
                 value = attributes[name]
                 if isinstance(value, Tensor) and value.requires_grad:
-                    owned[id(value)] = value
-                    if not value.is_leaf:
-                        derived.append((module, name, value))
+                    own(attributes, name, value)
         self.modules = modules
         self.owned = list(owned.values())
         self.buffers = buffers
-        self._derived = derived
+        self._links = links
 
-    def drop_replaced(self) -> None:
+    def drop_results(self) -> None:
         """Drop computed attributes that a run of the layers has replaced.
 
         They were results of an earlier run, which a module keeps to be looked at.
         """
-        gone = {id(t) for module, name, t in self._derived
-                if module.__dict__.get(name) is not t}
-        self.owned = [tensor for tensor in self.owned if id(tensor) not in gone]
+        gone = {
+            id(value)
+            for home, name, value in self._links
+            if isinstance(value, Tensor)
+            and not value.is_leaf
+            and home.get(name) is not value
+        }
+        if gone:
+            self.owned = [tensor for tensor in self.owned if id(tensor) not in gone]
+            self._links = [link for link in self._links if id(link[2]) not in gone]
 
-    @property
-    def weights(self) -> list[Tensor]:
-        """The owned tensors that a run of the layers does not compute."""
-        derived = {id(tensor) for _, _, tensor in self._derived}
-        return [tensor for tensor in self.owned if id(tensor) not in derived]
+    def stands(self) -> bool:
+        """Tell whether modules and tensors are still those that were found."""
+        for home, name, value in self._links:
+            if home.get(name) is not value and not is_sharded(value):
+                return False
+        return True
 
     def flags(self) -> tuple[bool, ...]:
         """Return the training flag of every module."""
@@ -143,7 +155,7 @@ class Replay:
         self.learned = learned
         self._inventory = inventory
         self._flags = inventory.flags()
-        self._versions = [tensor._version for tensor in inventory.weights]
+        self._versions = {id(tensor): tensor._version for tensor in inventory.owned}
         self._autocast = _autocast_state()
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._states: GeneratorStates = {}
@@ -204,29 +216,33 @@ class Replay:
                     f"{tuple(item.shape)} (argument 'F')"
                 )
         self._record_buffers(before)
-        self._inventory.drop_replaced()
+        self._inventory.drop_results()
         return result
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Set the world of the first run, and restore today's afterwards.
-
-        Generators, buffers and flags belong to all threads, so only one thread at a
-        time may have others than today's.
+    def again(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context with the world of the first run.
 
         Raises:
             RuntimeError: if a weight of F was changed or replaced meanwhile.
         """
-        inventory = Inventory(self.layers)
-        self._check_weights(inventory)
+        self._check_weights()
+        if self._states or self._buffers or self._inventory.flags() != self._flags:
+            return self._all_exchanged()
+        if self._autocast or _autocast_state():
+            return self._all_exchanged()
+        return _counted
+
+    @contextlib.contextmanager
+    def _all_exchanged(self) -> Iterator[None]:
+        # Generators, buffers and flags belong to all threads, so only one thread at a
+        # time may have others than today's.
         shared: Any = contextlib.nullcontext()
-        if self._states or self._buffers or inventory.flags() != self._flags:
+        if self._states or self._buffers or self._inventory.flags() != self._flags:
             shared = _exchange
-        with shared, contextlib.ExitStack() as stack:
-            stack.enter_context(self._exchanged(inventory))
-            if self._autocast or _autocast_state():
-                for context in _autocast_contexts(self._autocast):
-                    stack.enter_context(context)
+        with shared, _counted, contextlib.ExitStack() as stack:
+            stack.enter_context(self._exchanged(self._inventory))
+            for context in _autocast_contexts(self._autocast):
+                stack.enter_context(context)
             yield
 
     @contextlib.contextmanager
@@ -234,7 +250,6 @@ class Replay:
         restore: list[Any] = []
         flags = inventory.flags()
         outer = {g: g.get_state() for g in self._states}
-        _world.recomputing += 1
         try:
             if flags != self._flags:
                 for module, flag in zip(inventory.modules, self._flags, strict=True):
@@ -247,7 +262,6 @@ class Replay:
                 generator.set_state(state)
             yield
         finally:
-            _world.recomputing -= 1
             for generator, state in outer.items():
                 generator.set_state(state)
             for module, name, value in restore:
@@ -276,19 +290,15 @@ class Replay:
                 "set back in a graph (CounterDropout needs none)"
             )
 
-    def _check_weights(self, inventory: Inventory) -> None:
-        mine, others = self._inventory.weights, inventory.weights
-        same = len(others) == len(mine) and all(
-            new is old or is_sharded(old)
-            for new, old in zip(others, mine, strict=True)
-        )
-        if not same or len(inventory.modules) != len(self._flags):
+    def _check_weights(self) -> None:
+        if not self._inventory.stands():
             raise RuntimeError(
                 f"reversible: expected {self.name} to keep its weights until the "
                 "backward pass, but got others (was it called through "
                 "functional_call, or a parameter replaced?)"
             )
-        for tensor, version in zip(mine, self._versions, strict=True):
+        for tensor in self._inventory.owned:
+            version = self._versions[id(tensor)]
             if tensor._version != version:
                 raise RuntimeError(
                     f"reversible: expected the weights of {self.name} unchanged until "
@@ -349,8 +359,56 @@ class _World(threading.local):
 
 
 _world = _World()
+
+
+class _Counted(contextlib.AbstractContextManager[None]):
+    """The time of a recompute."""
+
+    def __enter__(self) -> None:
+        _world.recomputing += 1
+
+    def __exit__(self, *_: object) -> None:
+        _world.recomputing -= 1
+
+
+_counted = _Counted()
 #: Held while generators, buffers or flags are those of an earlier run.
 _exchange = threading.RLock()
+
+
+class Both(contextlib.AbstractContextManager[None]):
+    """Two contexts, the second inside the first.
+
+    Args:
+        outer: entered first.
+        inner: entered second.
+    """
+
+    __slots__ = ("_inner", "_outer")
+
+    def __init__(
+        self,
+        outer: contextlib.AbstractContextManager[None],
+        inner: contextlib.AbstractContextManager[None],
+    ) -> None:
+        self._outer = outer
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        try:
+            self._inner.__enter__()
+        except BaseException:
+            self._outer.__exit__(*sys.exc_info())
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._inner.__exit__(*error)
+        except BaseException:
+            self._outer.__exit__(*sys.exc_info())
+            raise
+        self._outer.__exit__(*error)
 
 
 def is_recomputing() -> bool:

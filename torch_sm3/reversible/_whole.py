@@ -15,7 +15,7 @@ from torch_sm3.reversible._exact import Correction, Watch, record_sidecar
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._record import Grads, Record, leaf, same_bits, with_bare_graph
 from torch_sm3.reversible._steps import Whole, is_stream
-from torch_sm3.reversible._vjp import undeclared, vjp
+from torch_sm3.reversible._vjp import roots_of, undeclared, vjp
 
 
 class WholeRecord(Record):
@@ -267,14 +267,10 @@ class Rerun:
             outputs = record.step.run(arguments, [kwargs] if kwargs else [])
         values = [y for y in outputs if is_stream(y)]
         grads = [g for y, g in zip(outputs, output_grads, strict=True) if is_stream(y)]
+        roots = roots_of(values, grads)
+        inputs_of = [*leaves, *self.params]
         with record.memory.differentiating(self._saved):
-            found = vjp(
-                record.replay,
-                values,
-                grads,
-                [*leaves, *self.params],
-                self._needs,
-            )
+            found = vjp(record.replay, roots, inputs_of, self._needs)
         result = iter(found)
         inputs_grads = tuple(
             [next(result) if isinstance(x, Tensor) else None for x in inputs]

@@ -29,7 +29,7 @@ def evaluate(plan: Plan, stack: Sequence[Any], seed: int, microbatch: int) -> An
                 places = plan.side.of(layer, items)
                 side = {name: items[place] for name, place in places.items()}
                 needs = [False] * len(items)
-                run = Reversal(layer, plan.exact)
+                run = Reversal(layer, plan.exact, plan.stats)
                 items, more = run.forward(items, side, needs)
                 aux += more
             else:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch_sm3.reversible import Block, LayerRun, ReversibleSequence
 from torch_sm3.reversible._block import changed_items, has_aux
 from torch_sm3.reversible._exact import on_grid
+from torch_sm3.reversible._ledger import Stats
 from torch_sm3.reversible._moves import Move
 from torch_sm3.reversible._plain import run_step
 from torch_sm3.reversible._side import Side
@@ -94,12 +95,18 @@ class Reversal:
     Args:
         layer: the layer.
         exact: how streams are kept exact.
+        stats: counts of halves whose input was kept; updated.
     """
 
-    def __init__(self, layer: Layer, exact: str) -> None:
+    def __init__(self, layer: Layer, exact: str, stats: Stats) -> None:
         self._layer = layer
         self._run = LayerRun(
-            _block(layer), exact, GRID_BITS, monitor=layer.monitor, name=layer.name
+            _block(layer),
+            exact,
+            GRID_BITS,
+            stats=stats,
+            monitor=layer.monitor,
+            name=layer.name,
         )
 
     @property

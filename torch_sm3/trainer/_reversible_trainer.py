@@ -180,6 +180,15 @@ class ReversibleTrainer(TrainerBase):
         """The loss layer."""
         return self._model.loss.module
 
+    @property
+    def overflows(self) -> dict[str, int]:
+        """How often an exact mode kept a stream that it could not rebuild, by layer.
+
+        Such a stream is memory beyond the contract: in grid mode one of magnitude 256
+        or more in float32.
+        """
+        return dict(self._plan.stats.overflows)
+
     def memory_contract(self, batch_signature: Any) -> Contract:
         """Return the bound of the device's memory in a step, by term.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_sm3.reversible._ledger import Stats
 from torch_sm3.trainer._base import checked_loss
 from torch_sm3.trainer._batch import Microbatch
 from torch_sm3.trainer._exact import Entry, Reversal
@@ -49,6 +50,7 @@ class Plan:
         self.place = place
         self.device = device
         self.entry = Entry(model, exact)
+        self.stats = Stats()
         self.flags = {layer.index: Flags() for layer in model.layers}
 
 
@@ -147,7 +149,7 @@ class Track:
             place: track([before[place]], [self._needs[place]])[0]
             for place in places.values()
         }
-        run = Reversal(layer, plan.exact)
+        run = Reversal(layer, plan.exact, plan.stats)
         side = {name: leaves[place] for name, place in places.items()}
         after, aux = run.forward(before, side, self._needs)
         plan.side.check(layer, before, after)

@@ -249,3 +249,25 @@ def test_peak_does_not_grow_with_depth():
         peaks.append(read.peak)
     # A generator state for each layer that is run is all that is added.
     assert peaks[1] - peaks[0] < 12 * 12_000
+
+
+def test_streams_beyond_the_grid_are_kept_and_counted():
+    torch.manual_seed(0)
+
+    def made(cls):
+        torch.manual_seed(0)
+        layers = [AdditiveCoupling(mlp(0), mlp(0)) for _ in range(2)]
+        return cls(
+            [([], layers)], Sum(), lambda p: torch.optim.SGD(p, lr=1e-3), exact="grid"
+        )
+
+    one, other = made(ReversibleTrainer), made(Trainer.from_blocks)
+    x = torch.randn(3, WIDTH)
+    assert_equal([one.one_step((x, x), rng=0)[0]], [other.one_step((x, x), rng=0)[0]])
+    assert one.overflows == {}
+    big = torch.full((3, WIDTH), 1e4).addcmul(x, x)
+    for trainer in (one, other):
+        trainer.one_step((big, x), rng=0)
+    assert one.overflows == {"layer 0 (AdditiveCoupling)": 1,
+                             "layer 1 (AdditiveCoupling)": 1}  # fmt: skip
+    assert_equal(state(one), state(other))
