@@ -60,6 +60,22 @@ class Inventory:
         self.buffers = buffers
         self._links = links
 
+    def drop_results(self) -> None:
+        """Drop computed attributes that a run of the layers has replaced.
+
+        They were results of an earlier run, which a module keeps to be looked at.
+        """
+        gone = {
+            id(value)
+            for home, name, value in self._links
+            if isinstance(value, Tensor)
+            and not value.is_leaf
+            and home.get(name) is not value
+        }
+        if gone:
+            self.owned = [tensor for tensor in self.owned if id(tensor) not in gone]
+            self._links = [link for link in self._links if id(link[2]) not in gone]
+
     def stands(self) -> bool:
         """Tell whether modules and tensors are still those that were found."""
         for home, name, value in self._links:
