@@ -277,9 +277,8 @@ class HalfRecord(Record):
                 acc_grad, value_grads = self.rule.backward(grads[0], acc, values)
         if pulled is not None:
             values, value_grads = pulled.outputs, pulled.grads
-        floating = [
-            item for item in (tree_leaves(aux) if aux else ()) if is_stream(item)
-        ]
+        leaves = tree_leaves(aux) if aux else ()
+        floating = [item for item in leaves if is_stream(item)]
         roots = roots_of([*values, *floating], [*value_grads, *grads[1:]])
         weights = () if pulled is None else pulled.weights
         # F's outputs are as large as a stream, and the graph alone is needed.
