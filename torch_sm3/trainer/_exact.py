@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 from torch_sm3.reversible import Block, LayerRun, ReversibleSequence
 from torch_sm3.reversible._block import changed_items, has_aux
-from torch_sm3.reversible._exact import on_grid
+from torch_sm3.reversible._exact import entering
 from torch_sm3.reversible._ledger import Stats
 from torch_sm3.reversible._moves import Move
 from torch_sm3.reversible._plain import run_step
-from torch_sm3.reversible._plan import check_streams
+from torch_sm3.reversible._plan import check_kinds, check_precision
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Step
 from torch_sm3.trainer._gradients import is_floating, without_autocast
@@ -71,13 +71,14 @@ class Entry:
         section = self._sections.get(layer.index)
         if section is None:
             return items
-        check_streams(section, items, [self._plan] * len(section))
-        if self._exact != "grid":
+        check_kinds(section, items)
+        check_precision(section, items, [self._plan] * len(section))
+        if self._exact == "none":
             return items
         result = list(items)
         for i in changed_items(section, len(items)):
             if is_floating(items[i]):
-                result[i] = on_grid(items[i], GRID_BITS)
+                result[i] = entering(items[i], self._exact, GRID_BITS)
         return result
 
 
