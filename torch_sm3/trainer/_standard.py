@@ -64,10 +64,15 @@ class Rerun:
         self._remembered = ledger.take()
         return result
 
-    def again(self, inputs: Sequence[Any]) -> list[Any]:
-        """Run the function with grad on what :func:`track` returned."""
+    def again(self, inputs: Sequence[Any], with_grad: bool = True) -> list[Any]:
+        """Run the function once more.
+
+        Args:
+            inputs: as in the first run; with grad, what :func:`track` returned.
+            with_grad: build a graph.
+        """
         recalled = self._memory.recalling(self._remembered)
-        with self._replay.again(), recalled, torch.enable_grad():
+        with self._replay.again(), recalled, torch.set_grad_enabled(with_grad):
             return self._function(list(inputs))
 
     def product(
@@ -123,22 +128,34 @@ def track(inputs: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
 class Flags:
     """What is known of a standard layer's outputs: which of them require grad.
 
-    The first call of each kind runs with grad to find out, and drops its graph.
+    The first call of each kind runs with grad to find out, and drops its graph. So do
+    all calls of a layer whose outputs have other bits without grad.
     """
 
     def __init__(self) -> None:
         self.learned = Learned()
-        self._known: dict[tuple[Any, ...], list[bool]] = {}
+        self._known: dict[tuple[Any, ...], tuple[list[bool], bool]] = {}
 
     def forward(
         self, rerun: Rerun, inputs: Sequence[Any], needs: Sequence[bool]
     ) -> tuple[list[Any], list[bool]]:
-        """Run without grad; return the outputs and which of them require grad."""
+        """Run forward; return the outputs, without graph, and which require grad."""
         owned = tuple(id(parameter) for parameter in rerun.parameters)
         key = (len(inputs), tuple(needs), owned)
-        if key in self._known:
-            return rerun.first(inputs), self._known[key]
+        flags, grad_matters = self._known.get(key, (None, True))
+        if not grad_matters:
+            assert flags is not None
+            return rerun.first(inputs), flags
         outputs = rerun.first(track(inputs, needs), with_grad=True)
-        flags = [is_floating(item) and item.requires_grad for item in outputs]
-        self._known[key] = flags
+        if flags is None:
+            flags = [is_floating(item) and item.requires_grad for item in outputs]
+            bare = rerun.again(inputs, with_grad=False)
+            self._known[key] = flags, not all(map(_same_bits, outputs, bare))
         return [o.detach() if isinstance(o, Tensor) else o for o in outputs], flags
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or one.layout is not torch.strided:
+        return True
+    left, right = (x.detach().contiguous().flatten() for x in (one, other))
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))

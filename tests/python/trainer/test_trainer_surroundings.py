@@ -157,6 +157,47 @@ def test_a_gradient_is_never_needed_where_nothing_trains():
     assert seen[-1] == (False, False)
 
 
+def test_layers_whose_bits_hang_on_grad_mode_are_exact():
+    """As a kernel may be chosen by whether a gradient is asked for."""
+
+    class Chooses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+            self.runs = 0
+
+        def forward(self, *items):
+            self.runs += 1
+            x = items[0] * self.weight
+            x = x if torch.is_grad_enabled() else x * 1.001
+            return (x, x) if len(items) == 1 else (x, *items[1:])
+
+    found = []
+    for cls in (ReversibleTrainer, Trainer.from_blocks):
+        torch.manual_seed(0)
+        chooses = Chooses()
+        made = cls(
+            [([nn.Linear(4, WIDTH), chooses, Pairwise(Chooses())], [])],
+            Sum(),
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            exact="sidecar",
+        )
+        losses = [made.one_step(torch.ones(3, 4), rng=i)[0] for i in range(3)]
+        found.append([*losses, *state(made)])
+    assert_equal(*found)
+
+
+class Pairwise(nn.Module):
+    n_in = 2
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, a, b):
+        return self.layer(a, b)
+
+
 def test_outputs_of_a_standard_layer_need_grad_as_under_autograd():
     """A float mask that it makes does not, though the layer has weights."""
     seen = []
