@@ -24,10 +24,9 @@ from torch_sm3.reversible._graph import GraphStep
 from torch_sm3.reversible._half import HalfRecord
 from torch_sm3.reversible._hooks import (
     CastRecord,
-    check_side,
     has_hooks,
     run_inside,
-    values_of,
+    side_after_hooks,
 )
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._moves import Move
@@ -157,9 +156,10 @@ class Call:
         inner: list[Any] = []
 
         def run(items: list[Any], given: Any) -> Any:
-            check_side(values_of(block, ledger.side), given, name)
             self._note_casts(stack[: block.n_in], items, name)
-            found = [self.run(s, name, items, plan, engine) for s in block._steps()]
+            with side_after_hooks(block, ledger.side, given, name):
+                steps = block._steps()
+                found = [self.run(step, name, items, plan, engine) for step in steps]
             inner.extend(items)
             return block._join_aux(found) if with_aux else ()
 

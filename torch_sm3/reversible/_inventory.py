@@ -29,10 +29,6 @@ class Inventory:
         buffers: list[tuple[nn.Module, str, Tensor]] = []
         links: list[tuple[dict[str, Any], str, Any]] = []
 
-        def own(home: dict[str, Any], name: str, tensor: Tensor) -> None:
-            owned[id(tensor)] = tensor
-            links.append((home, name, tensor))
-
         for module in modules:  # grows while it is walked
             for name, child in module._modules.items():
                 if child is not None and child not in seen:
@@ -41,11 +37,13 @@ class Inventory:
                     links.append((module._modules, name, child))
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad:
-                    own(module._parameters, name, parameter)
+                    owned[id(parameter)] = parameter
+                    links.append((module._parameters, name, parameter))
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     if buffer.requires_grad:
-                        own(module._buffers, name, buffer)
+                        owned[id(buffer)] = buffer
+                        links.append((module._buffers, name, buffer))
                     else:
                         buffers.append((module, name, buffer))
             # Weights that a wrapper made and set as plain attributes, for instance
@@ -54,11 +52,28 @@ class Inventory:
             for name in attributes.keys() - _STANDARD:
                 value = attributes[name]
                 if isinstance(value, Tensor) and value.requires_grad:
-                    own(attributes, name, value)
+                    owned[id(value)] = value
+                    links.append((attributes, name, value))
         self.modules = modules
         self.owned = list(owned.values())
         self.buffers = buffers
         self._links = links
+
+    def drop_results(self) -> None:
+        """Drop computed attributes that a run of the layers has replaced.
+
+        They were results of an earlier run, which a module keeps to be looked at.
+        """
+        gone = {
+            id(value)
+            for home, name, value in self._links
+            if isinstance(value, Tensor)
+            and not value.is_leaf
+            and home.get(name) is not value
+        }
+        if gone:
+            self.owned = [tensor for tensor in self.owned if id(tensor) not in gone]
+            self._links = [link for link in self._links if id(link[2]) not in gone]
 
     def stands(self) -> bool:
         """Tell whether modules and tensors are still those that were found."""

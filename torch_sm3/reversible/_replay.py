@@ -60,7 +60,7 @@ class Replay:
         self.learned = learned
         self._inventory = inventory
         self._flags = inventory.flags()
-        self._versions = [tensor._version for tensor in inventory.owned]
+        self._versions = {id(tensor): tensor._version for tensor in inventory.owned}
         self._autocast = autocast_state()
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._states: GeneratorStates = {}
@@ -121,6 +121,7 @@ class Replay:
                     f"{tuple(item.shape)} (argument 'F')"
                 )
         self._record_buffers(before)
+        self._inventory.drop_results()
         return result
 
     def again(self) -> contextlib.AbstractContextManager[None]:
@@ -195,14 +196,14 @@ class Replay:
             )
 
     def _check_weights(self) -> None:
-        mine = self._inventory.owned
         if not self._inventory.stands():
             raise RuntimeError(
                 f"reversible: expected {self.name} to keep its weights until the "
                 "backward pass, but got others (was it called through "
                 "functional_call, or a parameter replaced?)"
             )
-        for tensor, version in zip(mine, self._versions, strict=True):
+        for tensor in self._inventory.owned:
+            version = self._versions[id(tensor)]
             if tensor._version != version:
                 raise RuntimeError(
                     f"reversible: expected the weights of {self.name} unchanged until "
