@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch_sm3.reversible._exact import Watch
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._plain import together
-from torch_sm3.reversible._record import HalfRecord
+from torch_sm3.reversible._record import HalfRecord, refused_writes
 from torch_sm3.reversible._region import eager_region
 from torch_sm3.reversible._steps import is_stream
 from torch_sm3.reversible._whole import WholeRecord
@@ -102,7 +102,8 @@ class GraphStep:
         if isinstance(record, HalfRecord):
             self._acc_needs = stack[record.step.acc].requires_grad
             run = partial(run, store=self._store)
-        aux = run(stack, context, kwargs, tensors, ledger, watch, hooks, again)
+        with refused_writes(record.name):
+            aux = run(stack, context, kwargs, tensors, ledger, watch, hooks, again)
         self._now = None
         return aux
 

@@ -396,10 +396,17 @@ class HalfRecord(Record):
 @contextlib.contextmanager
 def with_bare_graph(name: str) -> Iterator[None]:
     """Run F with grad, for a graph that is dropped at once."""
+    # Saved-tensor hooks of the user's are for what the call keeps, not for this.
+    hooks = saved_tensors_hooks(Tensor.detach, lambda x: x)
+    with refused_writes(name), torch.enable_grad(), hooks:
+        yield
+
+
+@contextlib.contextmanager
+def refused_writes(name: str) -> Iterator[None]:
+    """Say whose F it was that autograd did not let write to a leaf."""
     try:
-        # Saved-tensor hooks of the user's are for what the call keeps, not for this.
-        with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda x: x):
-            yield
+        yield
     except RuntimeError as error:
         if "in-place operation" not in str(error):
             raise
