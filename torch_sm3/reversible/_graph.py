@@ -96,13 +96,15 @@ class GraphStep:
         by_place = dict(zip(record.places, side, strict=True))
         kwargs = ledger.side.build(record.keys, by_place)
         hooks: Any = contextlib.nullcontext()
+        regions: Any = contextlib.nullcontext()
         if not self._store:
             hooks = saved_tensors_hooks(self._pack, self._unpack)
+            regions = record.memory.noting_regions(self._call)
         run: Any = record.first_in_graph
         if isinstance(record, HalfRecord):
             self._acc_needs = stack[record.step.acc].requires_grad
             run = partial(run, store=self._store)
-        with refused_writes(record.name):
+        with refused_writes(record.name), regions:
             aux = run(stack, context, kwargs, tensors, ledger, watch, hooks, again)
         self._now = None
         return aux

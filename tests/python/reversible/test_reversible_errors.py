@@ -148,6 +148,7 @@ def test_no_half_broadcasts(engine, kind):
 
 
 @engines
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 @pytest.mark.parametrize("exact", ["none", "grid", "sidecar"])
 def test_layouts_that_are_not_dense(engine, exact):
     seq, x = couplings(1, engine=engine, exact=exact), torch.randn(2, 8)

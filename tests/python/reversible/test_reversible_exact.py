@@ -103,6 +103,26 @@ def test_depth_128(engine, exact, function):
         assert_equal(got[1], expected[1])
 
 
+@modes
+def test_reversible_row_02_many_blocks_and_steps(exact):
+    """110 blocks; inputs are not kept, and three optimizer steps end in equal bits."""
+    models = []
+    for plan in ("reversible", "store"):
+        torch.manual_seed(0)
+        blocks = blocks_of("additive", 110, dropout=0.1)
+        models.append(ReversibleSequence(*blocks, exact=exact, plan=plan))
+    for seed in range(3):
+        for seq in models:
+            optimizer = torch.optim.SGD(seq.parameters(), lr=1e-4)
+            torch.manual_seed(seed)
+            loss = loss_of(seq(torch.randn(4, 8), torch.randn(4, 8)))
+            loss.backward()
+            assert torch.isfinite(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(*[list(seq.parameters()) for seq in models])
+
+
 @engines
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
