@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_sm3.reversible._inventory import Learned
 from torch_sm3.reversible._moves import Move
 from torch_sm3.reversible._plain import run_step
-from torch_sm3.reversible._replay import Learned
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Half, Step, Whole
 

@@ -14,9 +14,9 @@ from torch_sm3.reversible._block import Block, changed_items, has_aux
 from torch_sm3.reversible._call import MoveRecord
 from torch_sm3.reversible._drift import Drift, DriftMonitor
 from torch_sm3.reversible._exact import Watch, entering
+from torch_sm3.reversible._half import HalfRecord
 from torch_sm3.reversible._ledger import Ledger, Options, Stats
 from torch_sm3.reversible._moves import Move, sum_of
-from torch_sm3.reversible._record import HalfRecord
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Half, is_stream
 from torch_sm3.reversible._vjp import check_declared
@@ -174,9 +174,14 @@ class LayerRun:
         return bool(record.owned) or any(side[i].requires_grad for i in record.places)
 
     @property
+    def kept(self) -> Sequence[Tensor]:
+        """The tensors that the run keeps, without side context."""
+        return self._saved[len(self._side_ids) :]
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes that the run keeps, without side context."""
-        return sum(tensor.nbytes for tensor in self._saved[len(self._side_ids) :])
+        return sum(tensor.nbytes for tensor in self.kept)
 
     def release(self) -> None:
         """Forget the run."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from torch_sm3.reversible._record import HalfRecord
+from torch_sm3.reversible._half import HalfRecord
 from torch_sm3.reversible._region import eager_region
 from torch_sm3.reversible._steps import is_stream
 from torch_sm3.reversible._whole import WholeRecord

@@ -64,6 +64,8 @@ class _Thread(threading.local):
         self.entered = 0
         #: The F that runs for the first time as a part of the outer graph.
         self.in_graph: tuple[Memory, Any] | None = None
+        #: Nested :func:`unobserved` regions.
+        self.deaf = 0
 
 
 _thread = _Thread()
@@ -119,6 +121,21 @@ def listener(listen: Callable[[Tensor], None]) -> Iterator[None]:
         yield
     finally:
         _thread.listeners.remove(listen)
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Hide choices whose results the call keeps by itself, as attention's state."""
+    _thread.deaf += 1
+    try:
+        yield
+    finally:
+        _thread.deaf -= 1
+
+
+def is_unobserved() -> bool:
+    """Tell whether this thread is inside :func:`unobserved`."""
+    return _thread.deaf > 0
 
 
 class Memory:

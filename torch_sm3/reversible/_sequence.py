@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, overload
 
 import torch
@@ -22,6 +23,7 @@ from torch_sm3.reversible._call import Call
 from torch_sm3.reversible._drift import Drift, DriftMonitor
 from torch_sm3.reversible._exact import entering, rule_of
 from torch_sm3.reversible._hooks import has_hooks, run_inside
+from torch_sm3.reversible._inventory import Inventory
 from torch_sm3.reversible._ledger import Ledger, Options, Stats
 from torch_sm3.reversible._moves import halves
 from torch_sm3.reversible._plan import (
@@ -33,7 +35,6 @@ from torch_sm3.reversible._plan import (
     settings_checked,
 )
 from torch_sm3.reversible._region import eager_region, load_compiler
-from torch_sm3.reversible._replay import Inventory
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Half, Step, is_stream
 from torch_sm3.reversible._surroundings import check_surroundings, needs_graph
@@ -264,7 +265,7 @@ class ReversibleSequence(Block):
         plans = [entry.plan for entry in self._plans(stack, side)]
         if all(plan == "store" for plan in plans):
             return self._run_plainly(items, context, merge=True)
-        check_surroundings([*items, *context.tensors, *self.parameters()])
+        check_surroundings(chain(items, context.tensors, self.parameters()))
         check_kinds(self, items)
         check_precision(self, items, plans)
         options = Options(

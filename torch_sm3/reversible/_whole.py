@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torch_sm3.reversible._bare import leaf, same_bits, with_bare_graph
 from torch_sm3.reversible._block import Block
 from torch_sm3.reversible._exact import Correction, Watch, record_sidecar
 from torch_sm3.reversible._ledger import Ledger
-from torch_sm3.reversible._record import Grads, Record, leaf, same_bits, with_bare_graph
+from torch_sm3.reversible._record import Grads, Record
 from torch_sm3.reversible._steps import Whole, is_stream
 from torch_sm3.reversible._vjp import roots_of, undeclared, vjp
 
