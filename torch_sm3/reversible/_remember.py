@@ -170,9 +170,15 @@ class Memory:
         else:
             _idle.append(memory)
 
-    def recalling(self, saved: Sequence[Tensor]) -> Recall:
-        """Give F what it remembered."""
-        return Recall(self._loaded(saved), "recall", self._memory is None)
+    def recalling(self, saved: Sequence[Tensor], all_of_it: bool = True) -> Recall:
+        """Give F what it remembered.
+
+        Args:
+            saved: the tensors that the call kept.
+            all_of_it: whether F has to ask for all of it.
+        """
+        memory, idle = self._loaded(saved), self._memory is None
+        return Recall(memory, "recall", idle, all_of_it)
 
     def differentiating(
         self, saved: Sequence[Tensor]
@@ -181,7 +187,7 @@ class Memory:
         if self._memory is None:
             # The recompute has shown already that nothing is asked for.
             return contextlib.nullcontext()
-        return Recall(self._loaded(saved), "vjp", False)
+        return Recall(self._loaded(saved), "vjp", False, False)
 
     @contextlib.contextmanager
     def noting_regions(self, call: Any) -> Iterator[None]:
@@ -210,14 +216,16 @@ class Recall(contextlib.AbstractContextManager[None]):
         memory: what is given back.
         mode: ``recall`` or ``vjp``.
         idle: whether the memory is empty and of no further use.
+        all_of_it: whether all of it has to be asked for.
     """
 
-    __slots__ = ("_idle", "_memory", "_mode")
+    __slots__ = ("_all_of_it", "_idle", "_memory", "_mode")
 
-    def __init__(self, memory: Any, mode: str, idle: bool) -> None:
+    def __init__(self, memory: Any, mode: str, idle: bool, all_of_it: bool) -> None:
         self._memory = memory
         self._mode = mode
         self._idle = idle
+        self._all_of_it = all_of_it
 
     def __enter__(self) -> None:
         self._memory.enter(self._mode)
@@ -227,7 +235,7 @@ class Recall(contextlib.AbstractContextManager[None]):
         memory = self._memory
         _thread.entered -= 1
         try:
-            if kind is None and self._mode == "recall":
+            if kind is None and self._all_of_it:
                 memory.finish()
         finally:
             memory.leave()

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_sm3.reversible import (
     AdditiveCoupling,
+    Block,
     HalfResidual,
     LayerRun,
     ReversibleSequence,
@@ -378,6 +379,31 @@ def test_custom_blocks_remember_in_both_directions():
         for _ in range(2):
             got, want = step(seq, seq, x), step(plain_run(blocks), seq, x)
             assert_close(got[1], want[1], 1e-11)
+
+
+@engines
+@pytest.mark.parametrize("exact", ["none", "sidecar"])
+def test_an_inverse_need_not_ask_for_every_choice(engine, exact):
+    class Scaled(Block):
+        n_in = n_out = 1
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(8) + 1)
+
+        def forward(self, x):
+            remember((x > 0).sum())  # for a statistic, say
+            sign = remember(torch.sign(self.weight.detach()), "sign")
+            return (x * self.weight * sign,)
+
+        def inverse(self, y):
+            return (y / (self.weight * remember(torch.ones(8), "sign")),)
+
+    seq = ReversibleSequence(Scaled(), Scaled(), engine=engine, exact=exact)
+    x = streams_of(seq)
+    got, want = step(seq, seq, x), step(plain_run(seq), seq, x)
+    assert_equal(got[0], want[0])
+    assert_close(got[1], want[1], 1e-5)
 
 
 def test_layer_runs_remember():
