@@ -57,4 +57,4 @@ def same_bits(left: Sequence[Any], right: Sequence[Any]) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(torch.uint8)
+    return tensor.detach().flatten().contiguous().view(torch.uint8)

@@ -480,6 +480,24 @@ def test_layouts_around_utilities(engine, exact):
     assert_exact(blocks, engine, x, exact=exact)
 
 
+@engines
+@modes
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,)])
+def test_streams_of_no_size(engine, exact, shape):
+    blocks = [AdditiveCoupling(Keep(), Keep()) for _ in range(3)]
+    x = [torch.randn(shape, requires_grad=True) for _ in range(2)]
+    assert_exact(blocks, engine, x, exact=exact)
+
+
+class Keep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(()))
+
+    def forward(self, x):
+        return torch.tanh(self.scale * x)
+
+
 # --- side context, remaining options --------------------------------------------
 
 
