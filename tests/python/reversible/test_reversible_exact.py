@@ -498,6 +498,28 @@ class Keep(nn.Module):
         return torch.tanh(self.scale * x)
 
 
+@engines
+@modes
+def test_streams_of_two_dtypes(engine, exact):
+    """Each keeps its own; the functions change it."""
+
+    class Change(nn.Module):
+        def __init__(self, dtype):
+            super().__init__()
+            self.linear = nn.Linear(8, 8, dtype=dtype)
+
+        def forward(self, x):
+            return torch.tanh(self.linear(x))
+
+    single, double = torch.float32, torch.float64
+    blocks = [AdditiveCoupling(Change(double), Change(single)) for _ in range(4)]
+    x = [
+        torch.randn(4, 8, dtype=dtype, requires_grad=True) for dtype in (single, double)
+    ]
+    _, (outputs, _) = assert_exact(blocks, engine, x, exact=exact)
+    assert [y.dtype for y in outputs] == [single, double]
+
+
 # --- side context, remaining options --------------------------------------------
 
 
