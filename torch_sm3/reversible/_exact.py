@@ -162,6 +162,8 @@ def correction_of(
 ) -> Correction:
     """Return what it takes to rebuild ``acc`` exactly from ``out`` and ``values``."""
     correction = Correction()
+    if out.numel() == 0:
+        return correction
     if isinstance(rule, GridAdd):
         most = torch.linalg.vector_norm(out, math.inf)
         return _grid_correction(rule, acc, most, ledger, name, watch)
