@@ -100,14 +100,10 @@ class Loss(nn.Module):
 
 
 def trainer(model: GPT) -> Step:
-    """Return a step of the trainer on a GPT of one run of blocks."""
+    """Return a step of the trainer, with SM3, on a GPT of one run of blocks."""
     (run,) = model.runs.values()
     blocks = [([Streams(model)], list(run.sequence))]  # type: ignore[arg-type]
-    made = ReversibleTrainer(
-        blocks,
-        Loss(model),
-        lambda params: torch_sm3.SM3(params, lr=0.05),
-    )
+    made = ReversibleTrainer(blocks, Loss(model), lambda ps: torch_sm3.SM3(ps, lr=0.05))
     return lambda tokens: made.one_step((tokens, tokens))[0]
 
 

@@ -16,16 +16,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import re
-import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from _cap import in_process, limit
 from _meter import bytes_of
 from _report import Figure, arguments, finish
 from torch import Tensor, nn
@@ -40,9 +37,6 @@ sys.path.insert(0, str(ROOT / "examples"))
 from gpt import MLP, Attention, Head, Shape, alibi, initialise  # noqa: E402
 
 VOCABULARY, HEADS = 256, 4
-OUT_OF_MEMORY = re.compile(
-    r"can't allocate memory|MemoryError|bad_alloc|could not create|out of memory"
-)
 #: How many times the cap the plain run must need.
 TIMES = 3.0
 
@@ -137,24 +131,6 @@ def train(kind: str, options: argparse.Namespace, steps: int) -> dict[str, Any]:
     return {"losses": losses, "hash": digest.hexdigest(), "seconds": seconds}
 
 
-def data_bytes() -> int:
-    """Return ``VmData``, what ``RLIMIT_DATA`` limits."""
-    match = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    if match is None:
-        raise SystemExit("/proc/self/status has no VmData")
-    return 1024 * int(match.group(1))
-
-
-def set_cap(size: int, device: str) -> None:
-    """Limit what this process may allocate from now on."""
-    if device == "cuda":
-        whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(size / whole)
-        return
-    limit = data_bytes() + size
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
 def child(options: argparse.Namespace) -> None:
     """Do one run in this process and print what came out."""
     kind = options.child
@@ -169,30 +145,15 @@ def child(options: argparse.Namespace) -> None:
         print(json.dumps({"need": peak, "weights": weights}))
         return
     if options.cap:
-        set_cap(options.cap, options.device)
+        limit(options.cap, options.device)
     print(json.dumps(train(kind, options, options.steps)))
 
 
 def run(kind: str, cap: int, options: argparse.Namespace) -> dict[str, Any] | None:
     """Do one run in a fresh process; return None where it runs out of memory."""
-    env = {
-        **os.environ,
-        # Each large block a mapping of its own, and one heap: else what fits depends
-        # on holes between freed blocks.
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_ARENA_MAX": "1",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }
-    command = [sys.executable, __file__, "--child", kind, "--cap", str(cap)]
-    for key in ("width", "depth", "batch", "length", "steps", "device"):
-        command += [f"--{key}", str(getattr(options, key))]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    if done.returncode == 0:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
-    if done.returncode > 0 and not OUT_OF_MEMORY.search(done.stderr):
-        raise SystemExit(f"{kind}: {done.stderr}")
-    return None
+    keys = ("width", "depth", "batch", "length", "steps", "device")
+    same = {key: getattr(options, key) for key in keys}
+    return in_process(__file__, child=kind, cap=cap, **same)
 
 
 def parse() -> argparse.Namespace:

@@ -16,21 +16,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-import resource
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
+from _cap import in_process, limit
 from _gpt_ways import CONTEXT, OURS, VOCABULARY, WAYS, Way, model_of
 from _meter import bytes_of
 from _report import Figure, arguments, finish
-
-OUT_OF_MEMORY = re.compile(r"can't allocate memory|MemoryError|bad_alloc|could not cre")
 
 
 def train(
@@ -53,19 +47,11 @@ def train(
     }
 
 
-def data_bytes() -> int:
-    """Return ``VmData``, what ``RLIMIT_DATA`` limits."""
-    match = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match, "/proc/self/status has no VmData"
-    return 1024 * int(match.group(1))
-
-
 def child(options: argparse.Namespace) -> None:
     """Train one model under the cap, in this process."""
     way = WAYS[options.child]
     train(way, 32, 1, options)  # threads, and code that is loaded late
-    cap = data_bytes() + options.cap * 2**20
-    resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
+    limit(options.cap * 2**20)
     print(json.dumps(train(way, options.width, options.depth, options)))
 
 
@@ -73,25 +59,11 @@ def attempt(
     name: str, depth: int, options: argparse.Namespace
 ) -> dict[str, Any] | None:
     """Train in a fresh process; return None where it runs out of memory."""
-    env = {
-        **os.environ,
-        # Each large block a mapping of its own, and one heap: else what fits depends
-        # on holes between freed blocks.
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_ARENA_MAX": "1",
-    }
-    command = [sys.executable, __file__, "--child", name, "--depth", str(depth)]
-    for key in ("cap", "width", "batch", "steps"):
-        command += [f"--{key}", str(getattr(options, key))]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    if done.returncode == 0:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        if not found["losses"][-1] < found["losses"][0]:
-            raise SystemExit(f"{name}: the loss does not fall: {found['losses']}")
-        return found
-    if done.returncode > 0 and not OUT_OF_MEMORY.search(done.stderr):
-        raise SystemExit(f"{name}, depth {depth}: {done.stderr}")
-    return None
+    same = {key: getattr(options, key) for key in ("cap", "width", "batch", "steps")}
+    found = in_process(__file__, child=name, depth=depth, **same)
+    if found and not found["losses"][-1] < found["losses"][0]:
+        raise SystemExit(f"{name}: the loss does not fall: {found['losses']}")
+    return found
 
 
 def guess(way: Way, options: argparse.Namespace) -> int:

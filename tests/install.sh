@@ -68,6 +68,13 @@ consumer_works() {
     python "$root/tests/consumer/model.py" make model.pt
     env -u LD_LIBRARY_PATH ./consumer model.pt 5 trained.pt >losses
     python "$root/tests/consumer/model.py" compare model.pt 5 trained.pt <losses
+    for depth in 2 16; do
+      python "$root/tests/consumer/model.py" make --exact grid --depth $depth grid$depth.pt
+    done
+    env -u LD_LIBRARY_PATH ./memory grid2.pt grid16.pt
+    env -u LD_LIBRARY_PATH ./consumer grid16.pt 5 trained.pt >losses
+    python "$root/tests/consumer/model.py" compare grid16.pt 5 trained.pt <losses
+    env -u LD_LIBRARY_PATH ./modules
     python "$root/tests/consumer/model.py" make-trainer trainer.pt
     env -u LD_LIBRARY_PATH ./consumer trainer.pt 5 trained.pt >losses
     python "$root/tests/consumer/model.py" compare trainer.pt 5 trained.pt <losses

@@ -114,6 +114,8 @@ at::Tensor dropout_meta(
     const at::Tensor& x,
     double p,
     const at::Tensor& seed,
+    // By value, as all kernels of the operator must take it.
+    // NOLINTNEXTLINE(performance-unnecessary-value-param)
     c10::SymInt offset,
     at::OptionalSymIntArrayRef strides) {
   check_dropout(x, p, seed, offset, strides);

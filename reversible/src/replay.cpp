@@ -138,7 +138,7 @@ std::vector<int64_t> versions_of(at::TensorList tensors) {
   std::vector<int64_t> versions;
   versions.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) {
-    versions.push_back(tensor._version());
+    versions.push_back(tensor.is_inference() ? 0 : tensor._version());
   }
   return versions;
 }
@@ -180,8 +180,9 @@ void GeneratorStates::set(c10::Device device, at::Tensor state) {
   }
 }
 
-Replay::Replay(const Function& function)
+Replay::Replay(const Function& function, const std::string& name)
     : function_(function),
+      name_(name),
       inventory_(function.inventory()),
       flags_(inventory_->training()),
       versions_(versions_of(inventory_->owned)),
@@ -225,8 +226,10 @@ Values Replay::first(
   }
   TORCH_CHECK(
       argument_versions == versions_of(arguments),
-      "reversible_half_residual: expected F to leave its inputs alone, but got "
-      "a write in place to one of them (argument 'f')");
+      "reversible: expected F of ",
+      name_,
+      " to leave its inputs alone, but got a write in place to one of them "
+      "(argument 'f')");
   record_buffers(before, copies, buffer_versions, known);
   return result;
 }
@@ -237,10 +240,11 @@ void Replay::record_buffers(
     const std::vector<int64_t>& versions,
     const std::optional<std::vector<bool>>& known) {
   const auto after = inventory_->buffers();
+  const auto now = versions_of(before);
   std::vector<bool> changed(before.size());
   for (size_t i = 0; i < before.size(); ++i) {
     const bool same_object = after[i].is_same(before[i]);
-    const bool same_version = before[i]._version() == versions[i];
+    const bool same_version = now[i] == versions[i];
     if (copies[i].defined()) {
       // Batch norm writes its running statistics without a new version, so the
       // values are compared, once for each pattern of flags.
@@ -253,7 +257,9 @@ void Replay::record_buffers(
     }
     TORCH_CHECK(
         same_version,
-        "reversible_half_residual: expected F to change buffer '",
+        "reversible: expected F of ",
+        name_,
+        " to change buffer '",
         inventory_->buffer_name(i),
         "' in its first call already, but got a first change in a later one "
         "(argument 'f')");
@@ -317,11 +323,13 @@ void Replay::check_weights(const Inventory& now) const {
   TORCH_CHECK(
       same,
       "reversible: expected F to keep its weights until the backward pass, but "
-      "got others");
+      "got others in ",
+      name_);
   TORCH_CHECK(
       versions_of(now.owned) == versions_,
       "reversible: expected the weights of F unchanged until the backward "
-      "pass, but got a newer version of one");
+      "pass, but got a newer version of one in ",
+      name_);
 }
 
 } // namespace torch_sm3::reversible

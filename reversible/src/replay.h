@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -38,8 +39,9 @@ struct Autocast {
 /// One F's first run, to be run again with the same outcome.
 class Replay {
  public:
-  /// \param function F, which must outlive this
-  explicit Replay(const Function& function);
+  /// \param function F, which must outlive this, as must its name
+  /// \param name     how messages call it
+  Replay(const Function& function, const std::string& name);
 
   /// The tensors that required grad in the first run.
   const std::vector<at::Tensor>& owned() const {
@@ -72,6 +74,7 @@ class Replay {
       const std::optional<std::vector<bool>>& known);
 
   const Function& function_;
+  const std::string& name_;
   std::unique_ptr<Inventory> inventory_;
   std::vector<bool> flags_;
   std::vector<int64_t> versions_;

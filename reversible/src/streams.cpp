@@ -178,13 +178,13 @@ void Streams::recorded(Half half, const Values& side) {
   const Values context = gather(values_, step.reads);
   Tensor& acc = values_[step.acc];
   record->position = state_->records.size();
-  state_->records.push_back(record);
   if (!step.function) {
     // Ordinary autograd, which saves nothing for a sum.
     const Tensor out = apply_rule(step.rule, acc, context);
     const c10::AutoGradMode no_grad(false);
     corrections_.complete(record, acc, out, context);
     acc = out;
+    state_->records.push_back(record);
     return;
   }
   Values inputs = context;
@@ -208,15 +208,17 @@ void Streams::recorded(Half half, const Values& side) {
   }
   const auto& owned = record->replay->owned();
   inputs.insert(inputs.end(), owned.begin(), owned.end());
-  ++state_->nodes;
   acc = half_node(state_, record.get(), out, acc, inputs);
+  ++state_->nodes;
+  // Not before: F may have thrown, and the caller may go on without this half.
+  state_->records.push_back(record);
 }
 
 Values
 Streams::first(Record& record, const Values& context, const Values& inputs) {
   const Half& half = record.half;
   Learned& learned = half.function->learned();
-  record.replay.emplace(*half.function);
+  record.replay.emplace(*half.function, half.name);
   record.memory = c10::make_intrusive<ReversibleMemory>();
   record.memory->name = half.name;
   const bool exact = options_.exact != Exact::kNone;

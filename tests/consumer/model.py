@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model of the consumer: made, trained and compared in Python.
 
-``model.py make MODEL`` writes a TorchScript model with its data.
+``model.py make MODEL`` writes a TorchScript model with its data; ``--exact grid`` and
+``--depth 8`` change it.
 ``model.py make-trainer TRAINER`` writes one that trains itself, with its optimizer.
 ``model.py compare MODEL STEPS TRAINED < LOSSES`` trains MODEL, or lets TRAINER train
 itself, in Python and fails unless it meets the very bits that the C++ program printed
@@ -40,8 +41,9 @@ class Regression(nn.Module):
     inputs: Tensor
     targets: Tensor
 
-    def __init__(self, depth: int = 4, width: int = 24) -> None:
+    def __init__(self, depth: int = 4, width: int = 24, exact: str = "none") -> None:
         super().__init__()
+        self.options: str = f'{{"exact": "{exact}"}}'
         self.fs = nn.ModuleList([MLP(width) for _ in range(depth)])
         self.gs = nn.ModuleList([MLP(width) for _ in range(depth)])
         self.head = nn.Linear(width, 8)
@@ -51,7 +53,7 @@ class Regression(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss."""
         a, b = inputs, inputs
-        call = torch.ops.torch_sm3.reversible_begin([a, b], "")
+        call = torch.ops.torch_sm3.reversible_begin([a, b], self.options)
         for f, g in zip(self.fs, self.gs):  # noqa: B905  # TorchScript has no strict=
             a = torch.ops.torch_sm3.reversible_half_residual(call, f, a, [b], [])
             b = torch.ops.torch_sm3.reversible_half_residual(call, g, b, [a], [])
@@ -99,6 +101,12 @@ def train(model: torch.jit.ScriptModule, steps: int) -> list[float]:
     return losses
 
 
+def write(arguments: argparse.Namespace) -> None:
+    """Write the model that the command line asks for."""
+    model = Regression(arguments.depth, exact=arguments.exact)
+    torch.jit.script(model).save(arguments.model)
+
+
 def compare(arguments: argparse.Namespace) -> None:
     """Train in Python and fail unless C++ got the same bits."""
     model = torch.jit.load(arguments.model)
@@ -123,7 +131,9 @@ def main() -> None:
     verbs = parser.add_subparsers(required=True)
     make = verbs.add_parser("make")
     make.add_argument("model")
-    make.set_defaults(run=lambda a: torch.jit.script(Regression()).save(a.model))
+    make.add_argument("--depth", type=int, default=4)
+    make.add_argument("--exact", default="none")
+    make.set_defaults(run=write)
     make_trainer = verbs.add_parser("make-trainer")
     make_trainer.add_argument("model")
     make_trainer.set_defaults(run=lambda a: torch.jit.script(Trainer()).save(a.model))

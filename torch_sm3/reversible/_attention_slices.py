@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_sm3 import _ops
+from torch_sm3.reversible._remember import remember
 from torch_sm3.reversible._seeds import fold, seed_tensor
 from torch_sm3.reversible._split import Gradients, SplitResult, alias, vjp
 
@@ -53,7 +54,7 @@ class Seeds:
 
     def choose(self, choice: Tensor) -> Tensor:
         """Return a discrete choice, or what it was in the first run."""
-        return _ops.reversible_remember(choice, "") if self._remembers else choice
+        return remember(choice) if self._remembers else choice
 
     def drops(self, p: float) -> bool:
         """Tell whether dropout with rate ``p`` does anything."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_sm3.reversible._inventory import Learned
 from torch_sm3.reversible._moves import Move
 from torch_sm3.reversible._plain import run_step
-from torch_sm3.reversible._replay import Learned
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Half, Step, Whole
 
@@ -68,7 +68,9 @@ class Block(nn.Module):
         """Return the block's inputs and all gradients, from its outputs.
 
         The default runs :meth:`inverse` without grad, then :meth:`forward` with grad.
-        A block that can do with one run of its functions overrides it.
+        A block that can do with one run of its functions overrides it. Where inputs
+        are kept or corrected, with the plan ``checkpoint`` or ``exact="sidecar"``, the
+        default is used all the same.
 
         Args:
             outputs: what the block returned.

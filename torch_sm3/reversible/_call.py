@@ -21,6 +21,7 @@ from torch_sm3.reversible._block import Block, Stepwise, has_aux
 from torch_sm3.reversible._drift import Drift
 from torch_sm3.reversible._exact import Watch
 from torch_sm3.reversible._graph import GraphStep
+from torch_sm3.reversible._half import HalfRecord
 from torch_sm3.reversible._hooks import (
     CastRecord,
     has_hooks,
@@ -30,7 +31,7 @@ from torch_sm3.reversible._hooks import (
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._moves import Move
 from torch_sm3.reversible._node import HalfNode, WholeNode
-from torch_sm3.reversible._record import HalfRecord, Record
+from torch_sm3.reversible._record import Record
 from torch_sm3.reversible._steps import Half, Step, Whole, is_stream
 from torch_sm3.reversible._vjp import check_declared
 from torch_sm3.reversible._whole import WholeRecord

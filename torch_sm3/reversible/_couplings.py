@@ -11,7 +11,7 @@ from torch import nn
 from torch_sm3.reversible._attention_function import AttentionFunction
 from torch_sm3.reversible._block import Stepwise, check_module
 from torch_sm3.reversible._functions import AffineFunction, Function, SumFunction
-from torch_sm3.reversible._replay import Learned
+from torch_sm3.reversible._inventory import Learned
 from torch_sm3.reversible._rules import Add, Affine, Lerp
 from torch_sm3.reversible._steps import Half, Step
 

@@ -56,6 +56,8 @@ class _Listeners(threading.local):
 
     def __init__(self) -> None:
         self.of_thread: list[Callable[[Tensor], None]] = []
+        #: Nested :func:`unobserved` regions.
+        self.deaf = 0
 
 
 _listeners = _Listeners()
@@ -69,6 +71,21 @@ def listener(listen: Callable[[Tensor], None]) -> Iterator[None]:
         yield
     finally:
         _listeners.of_thread.remove(listen)
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Hide choices whose results the call keeps by itself, as attention's state."""
+    _listeners.deaf += 1
+    try:
+        yield
+    finally:
+        _listeners.deaf -= 1
+
+
+def is_unobserved() -> bool:
+    """Tell whether this thread is inside :func:`unobserved`."""
+    return _listeners.deaf > 0
 
 
 class Memory:

@@ -4,118 +4,22 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torch_sm3.reversible._inventory import Inventory, Learned
+from torch_sm3.reversible._world import (
+    COUNTED,
+    EXCHANGE,
+    autocast_contexts,
+    autocast_state,
+)
+
 #: State of each generator after the last F of a call.
 GeneratorStates = dict[torch.Generator, Tensor]
-
-
-#: Attributes that every module has.
-_STANDARD = frozenset(nn.Module().__dict__)
-
-
-class Inventory:
-    """All modules, buffers and gradient-requiring tensors below some layers.
-
-    It is taken anew for every first run: parameters may be replaced between two calls,
-    and one flat walk costs less than a single small kernel.
-    """
-
-    __slots__ = ("_links", "buffers", "modules", "owned")
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        modules = list(layers)
-        seen = set(modules)
-        owned: dict[int, Tensor] = {}
-        buffers: list[tuple[nn.Module, str, Tensor]] = []
-        links: list[tuple[dict[str, Any], str, Any]] = []
-
-        def own(home: dict[str, Any], name: str, tensor: Tensor) -> None:
-            owned[id(tensor)] = tensor
-            links.append((home, name, tensor))
-
-        for module in modules:  # grows while it is walked
-            for name, child in module._modules.items():
-                if child is not None and child not in seen:
-                    seen.add(child)
-                    modules.append(child)
-                    links.append((module._modules, name, child))
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.requires_grad:
-                    own(module._parameters, name, parameter)
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    if buffer.requires_grad:
-                        own(module._buffers, name, buffer)
-                    else:
-                        buffers.append((module, name, buffer))
-            # Weights that a wrapper made and set as plain attributes, for instance
-            # in the replicas of nn.DataParallel.
-            attributes = module.__dict__
-            for name in attributes.keys() - _STANDARD:
-                value = attributes[name]
-                if isinstance(value, Tensor) and value.requires_grad:
-                    own(attributes, name, value)
-        self.modules = modules
-        self.owned = list(owned.values())
-        self.buffers = buffers
-        self._links = links
-
-    def drop_results(self) -> None:
-        """Drop computed attributes that a run of the layers has replaced.
-
-        They were results of an earlier run, which a module keeps to be looked at.
-        """
-        gone = {
-            id(value)
-            for home, name, value in self._links
-            if isinstance(value, Tensor)
-            and not value.is_leaf
-            and home.get(name) is not value
-        }
-        if gone:
-            self.owned = [tensor for tensor in self.owned if id(tensor) not in gone]
-            self._links = [link for link in self._links if id(link[2]) not in gone]
-
-    def stands(self) -> bool:
-        """Tell whether modules and tensors are still those that were found."""
-        for home, name, value in self._links:
-            if home.get(name) is not value and not is_sharded(value):
-                return False
-        return True
-
-    def flags(self) -> tuple[bool, ...]:
-        """Return the training flag of every module."""
-        return tuple([module.training for module in self.modules])
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a parameter is a shard, in whose place others come to be used."""
-    # Nothing can be sharded while the module that shards is not imported.
-    tensors: Any = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(tensor, tensors.DTensor)
-
-
-class Learned:
-    """What the first calls taught about one F; plain data, so it pickles."""
-
-    def __init__(self) -> None:
-        #: For each training-flag pattern, positions of the buffers that F changes.
-        self.changed: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        #: Shape of a tensor that F needs the gradient of and nothing declares; empty
-        #: if there is none, None until F's graph was searched.
-        self.undeclared: tuple[Any, ...] | None = None
-        #: Whether F returned other bits with grad than without; None: not known yet.
-        self.grad_matters: bool | None = None
-        #: For each training-flag pattern, whether F drew random numbers on a CUDA
-        #: device.
-        self.draws_on_cuda: dict[tuple[bool, ...], bool] = {}
 
 
 class Replay:
@@ -157,7 +61,7 @@ class Replay:
         self._inventory = inventory
         self._flags = inventory.flags()
         self._versions = {id(tensor): tensor._version for tensor in inventory.owned}
-        self._autocast = _autocast_state()
+        self._autocast = autocast_state()
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._states: GeneratorStates = {}
 
@@ -231,9 +135,9 @@ class Replay:
         self._check_weights()
         if self._states or self._buffers or self._inventory.flags() != self._flags:
             return self._all_exchanged()
-        if self._autocast or _autocast_state():
+        if self._autocast or autocast_state():
             return self._all_exchanged()
-        return _counted
+        return COUNTED
 
     @contextlib.contextmanager
     def _all_exchanged(self) -> Iterator[None]:
@@ -241,10 +145,10 @@ class Replay:
         # time may have others than today's.
         shared: Any = contextlib.nullcontext()
         if self._states or self._buffers or self._inventory.flags() != self._flags:
-            shared = _exchange
-        with shared, _counted, contextlib.ExitStack() as stack:
+            shared = EXCHANGE
+        with shared, COUNTED, contextlib.ExitStack() as stack:
             stack.enter_context(self._exchanged(self._inventory))
-            for context in _autocast_contexts(self._autocast):
+            for context in autocast_contexts(self._autocast):
                 stack.enter_context(context)
             yield
 
@@ -354,98 +258,3 @@ class Replay:
                 self._buffers.append((module, name, buffer))
         if known is None:
             self.learned.changed[key] = tuple(changed)
-
-
-class _World(threading.local):
-    """What this thread is doing."""
-
-    #: Nested recomputes.
-    recomputing = 0
-
-
-_world = _World()
-
-
-class _Counted(contextlib.AbstractContextManager[None]):
-    """The time of a recompute."""
-
-    def __enter__(self) -> None:
-        _world.recomputing += 1
-
-    def __exit__(self, *_: object) -> None:
-        _world.recomputing -= 1
-
-
-_counted = _Counted()
-#: Held while generators, buffers or flags are those of an earlier run.
-_exchange = threading.RLock()
-
-
-class Both(contextlib.AbstractContextManager[None]):
-    """Two contexts, the second inside the first.
-
-    Args:
-        outer: entered first.
-        inner: entered second.
-    """
-
-    __slots__ = ("_inner", "_outer")
-
-    def __init__(
-        self,
-        outer: contextlib.AbstractContextManager[None],
-        inner: contextlib.AbstractContextManager[None],
-    ) -> None:
-        self._outer = outer
-        self._inner = inner
-
-    def __enter__(self) -> None:
-        self._outer.__enter__()
-        try:
-            self._inner.__enter__()
-        except BaseException:
-            self._outer.__exit__(*sys.exc_info())
-            raise
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            self._inner.__exit__(*error)
-        except BaseException:
-            self._outer.__exit__(*sys.exc_info())
-            raise
-        self._outer.__exit__(*error)
-
-
-def is_recomputing() -> bool:
-    """Tell whether this thread runs a function of a block for the second time.
-
-    A forward hook on F, for instance, is called in both runs.
-
-    Example:
-        >>> from torch_sm3.reversible import is_recomputing
-        >>> is_recomputing()
-        False
-    """
-    return _world.recomputing > 0
-
-
-def _device_types() -> tuple[str, ...]:
-    return ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
-
-
-def _autocast_state() -> dict[str, torch.dtype]:
-    return {
-        kind: torch.get_autocast_dtype(kind)
-        for kind in _device_types()
-        if torch.is_autocast_enabled(kind)
-    }
-
-
-def _autocast_contexts(first: dict[str, torch.dtype]) -> list[torch.autocast]:
-    contexts = []
-    for kind in _device_types():
-        if kind in first:
-            contexts.append(torch.autocast(kind, first[kind], cache_enabled=False))
-        elif torch.is_autocast_enabled(kind):
-            contexts.append(torch.autocast(kind, enabled=False))
-    return contexts

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_sm3.reversible._inventory import Inventory, Learned
 from torch_sm3.reversible._ledger import Ledger, Options, Stats
 from torch_sm3.reversible._remember import Memory
-from torch_sm3.reversible._replay import Inventory, Learned, Replay
+from torch_sm3.reversible._replay import Replay
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._vjp import roots_of, vjp
 from torch_sm3.trainer._gradients import is_floating, without_autocast

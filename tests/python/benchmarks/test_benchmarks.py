@@ -46,3 +46,8 @@ def test_every_way_to_step_is_timed(tmp_path: Path) -> None:
 def test_larger_models_fit_under_a_cap(tmp_path: Path) -> None:
     found = run("memory_cap.py", tmp_path / "f.json", "--check")
     assert all(figure["holds"] for figure in found["figures"])
+
+
+def test_a_model_trains_that_does_not_fit(tmp_path: Path) -> None:
+    found = run("bigger_than_memory.py", tmp_path / "f.json", "--check")
+    assert found["ours"]["hash"] == found["store"]["hash"]

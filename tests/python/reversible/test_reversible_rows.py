@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import torch_sm3.reversible
 from torch_sm3.reversible import AdditiveCoupling, ReversibleSequence, inverse
-from torch_sm3.reversible._replay import Inventory, Learned, Replay
+from torch_sm3.reversible._inventory import Inventory, Learned
+from torch_sm3.reversible._replay import Replay
 
 ROOT = Path(__file__).parents[3]
 

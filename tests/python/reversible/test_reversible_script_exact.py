@@ -197,7 +197,7 @@ class Router(nn.Module):
         return torch.where(keep, mixed * 1e-6, x)
 
 
-def test_row_20_in_torchscript():
+def test_reversible_row_20_routing_in_torchscript():
     """Routing is the same in both runs, and the counter advances once."""
     torch.manual_seed(0)
     module = Chain(6, "")
@@ -250,6 +250,42 @@ def test_a_forgotten_value_names_the_half():
         loss_of(scripted(x, y)).backward()
 
 
+class Writes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        return x * 2
+
+
+class Integer(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.long()
+
+
+class Wide(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x])
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+def test_wrong_functions_name_the_half():
+    """TorchScript makes every error a RuntimeError; called eagerly they are not."""
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    cases = [
+        (Writes, RuntimeError, "F of half 0 to leave its inputs alone"),
+        (Integer, TypeError, "F of half 0 to return a floating tensor"),
+        (Wide, ValueError, r"half 0 to return the accumulator's shape \[4, 8\], but"),
+        (Pair, TypeError, "F to return a tensor, but got Tuple"),
+    ]
+    for kind, error, message in cases:
+        call = OPS.reversible_begin([x, y], "")
+        with pytest.raises(error, match=message):
+            OPS.reversible_half_residual(call, torch.jit.script(kind())._c, x, [y], [])
+
+
 def test_the_options_are_saved_with_the_model():
     torch.manual_seed(0)
     scripted = torch.jit.script(Chain(4, '{"exact": "grid", "grid_bits": 10}'))
@@ -287,6 +323,45 @@ def test_functorch_raises_and_forward_gradients_too():
         dual = torch.autograd.forward_ad.make_dual(x, x)
         with pytest.raises(RuntimeError, match="forward gradients"):
             run(dual)
+
+
+class Four(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, dtype=torch.double))
+        self.u = nn.Parameter(torch.randn(3, dtype=torch.double))
+
+    def forward(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        return torch.sin(a * self.w) * b + torch.tanh(c * b) * d * self.u
+
+
+def test_reversible_row_23_every_element_of_the_tensor_list():
+    """Streams, side tensors and parameters are one list of a C++ Function."""
+    f = torch.jit.script(Four())
+
+    def run(x: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, *_: Tensor):
+        call = OPS.reversible_begin([x, a, b], "")
+        y = OPS.reversible_half_residual(call, f._c, x, [a, b], [c, d])
+        return tuple(OPS.reversible_end(call, [y, a, b]))
+
+    tensors = inputs(torch.double, 3) + inputs(torch.double, 3)
+    tensors += (torch.randn(3, dtype=torch.double, requires_grad=True),)
+    assert torch.autograd.gradcheck(run, (*tensors, f.w, f.u))
+
+
+def test_after_an_error_inside_f_the_call_goes_on():
+    f, wrong = torch.jit.script(MLP()), torch.jit.script(Wide())
+    x, y = inputs(torch.float, 4, 8)
+    call = OPS.reversible_begin([x, y], "")
+    a = OPS.reversible_half_residual(call, f._c, x, [y], [])
+    with pytest.raises(ValueError, match="half 1"):
+        OPS.reversible_half_residual(call, wrong._c, y, [a], [])
+    b = OPS.reversible_half_residual(call, f._c, y, [a], [])
+    loss_of(OPS.reversible_end(call, [a, b])).backward()
+    got = gradients(f, x, y)
+    a = x + f(y)
+    loss_of((a, y + f(a))).backward()
+    assert_close(got, gradients(f, x, y), 1e-5)
 
 
 def test_identity_is_one_node():
