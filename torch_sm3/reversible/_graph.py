@@ -10,6 +10,7 @@ sharded parameters, closures and double backward work as in the plain run.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,10 +52,10 @@ class GraphStep:
     __slots__ = (
         "_acc_needs",
         "_call",
+        "_fresh",
         "_kinds",
         "_merge",
         "_needs",
-        "_now",
         "_record",
         "_store",
     )
@@ -67,9 +68,9 @@ class GraphStep:
         self._store = store
         self._merge = merge
         self._kinds: list[_Kind] = []
+        #: The tensors themselves, while F runs: it may differentiate inside.
+        self._fresh: list[Tensor] | None = None
         self._needs: list[bool] = []
-        #: What F has saved so far, for an F that differentiates inside.
-        self._now: list[Tensor] | None = []
         self._acc_needs = False
 
     def first(
@@ -97,25 +98,32 @@ class GraphStep:
         kwargs = ledger.side.build(record.keys, by_place)
         hooks: Any = contextlib.nullcontext()
         if not self._store:
-            hooks = saved_tensors_hooks(self._pack, self._unpack)
+            hooks = self._handles()
         run: Any = record.first_in_graph
         if isinstance(record, HalfRecord):
             self._acc_needs = stack[record.step.acc].requires_grad
             run = partial(run, store=self._store)
-        aux = run(stack, context, kwargs, tensors, ledger, watch, hooks, again)
-        self._now = None
-        return aux
+        return run(stack, context, kwargs, tensors, ledger, watch, hooks, again)
+
+    @contextlib.contextmanager
+    def _handles(self) -> Iterator[None]:
+        self._fresh = []
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._fresh = None
 
     def _pack(self, tensor: Tensor) -> int:
         self._kinds.append(_kind(tensor))
-        if self._now is not None:
-            self._now.append(tensor.detach())
+        if self._fresh is not None:
+            self._fresh.append(tensor.detach())
         return len(self._kinds) - 1
 
     @eager_region("streams are rebuilt by running functions again")
     def _unpack(self, handle: int) -> Tensor:
-        if self._now is not None:
-            return self._now[handle]
+        if self._fresh is not None:
+            return self._fresh[handle]
         cursor = self._call.cursor()
         if cursor.owner is not self._record or cursor.found[handle] is None:
             # Before the recompute, so that two blocks' tensors are never alive.

@@ -189,7 +189,7 @@ class HalfRecord(Record):
         if probing:
             learned.grad_matters = not same_bits(values, self._bare(context, ledger))
             self.with_grad = learned.grad_matters
-        return [detached(v) for v in values], tree_map(detached, aux)
+        return [detached(v) for v in values], (tree_map(detached, aux) if aux else ())
 
     def _bare(self, context: list[Any], ledger: Ledger) -> Sequence[Tensor]:
         """Run F once more without grad, to compare the bits."""
@@ -277,11 +277,12 @@ class HalfRecord(Record):
                 acc_grad, value_grads = self.rule.backward(grads[0], acc, values)
         if pulled is not None:
             values, value_grads = pulled.outputs, pulled.grads
-        floating = [item for item in tree_leaves(aux) if is_stream(item)]
+        leaves = tree_leaves(aux) if aux else ()
+        floating = [item for item in leaves if is_stream(item)]
         roots = roots_of([*values, *floating], [*value_grads, *grads[1:]])
         weights = () if pulled is None else pulled.weights
         # F's outputs are as large as a stream, and the graph alone is needed.
-        del acc, values, aux, floating, pulled
+        del acc, values, aux, leaves, floating, pulled
         inputs += self.owned
         with self.memory.differentiating(saved):
             found = vjp(self.replay, roots, inputs, needs)

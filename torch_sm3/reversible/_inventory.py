@@ -29,10 +29,6 @@ class Inventory:
         buffers: list[tuple[nn.Module, str, Tensor]] = []
         links: list[tuple[dict[str, Any], str, Any]] = []
 
-        def own(home: dict[str, Any], name: str, tensor: Tensor) -> None:
-            owned[id(tensor)] = tensor
-            links.append((home, name, tensor))
-
         for module in modules:  # grows while it is walked
             for name, child in module._modules.items():
                 if child is not None and child not in seen:
@@ -41,11 +37,13 @@ class Inventory:
                     links.append((module._modules, name, child))
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad:
-                    own(module._parameters, name, parameter)
+                    owned[id(parameter)] = parameter
+                    links.append((module._parameters, name, parameter))
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     if buffer.requires_grad:
-                        own(module._buffers, name, buffer)
+                        owned[id(buffer)] = buffer
+                        links.append((module._buffers, name, buffer))
                     else:
                         buffers.append((module, name, buffer))
             # Weights that a wrapper made and set as plain attributes, for instance
@@ -54,7 +52,8 @@ class Inventory:
             for name in attributes.keys() - _STANDARD:
                 value = attributes[name]
                 if isinstance(value, Tensor) and value.requires_grad:
-                    own(attributes, name, value)
+                    owned[id(value)] = value
+                    links.append((attributes, name, value))
         self.modules = modules
         self.owned = list(owned.values())
         self.buffers = buffers

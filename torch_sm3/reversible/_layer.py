@@ -174,9 +174,14 @@ class LayerRun:
         return bool(record.owned) or any(side[i].requires_grad for i in record.places)
 
     @property
+    def kept(self) -> Sequence[Tensor]:
+        """The tensors that the run keeps, without side context."""
+        return self._saved[len(self._side_ids) :]
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes that the run keeps, without side context."""
-        return sum(tensor.nbytes for tensor in self._saved[len(self._side_ids) :])
+        return sum(tensor.nbytes for tensor in self.kept)
 
     def release(self) -> None:
         """Forget the run."""

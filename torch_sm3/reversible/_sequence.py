@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, overload
 
 import torch
@@ -264,7 +265,7 @@ class ReversibleSequence(Block):
         plans = [entry.plan for entry in self._plans(stack, side)]
         if all(plan == "store" for plan in plans):
             return self._run_plainly(items, context, merge=True)
-        check_surroundings([*items, *context.tensors, *self.parameters()])
+        check_surroundings(chain(items, context.tensors, self.parameters()))
         check_kinds(self, items)
         check_precision(self, items, plans)
         options = Options(

@@ -48,6 +48,12 @@ def test_larger_models_fit_under_a_cap(tmp_path: Path) -> None:
     assert all(figure["holds"] for figure in found["figures"])
 
 
-def test_a_model_trains_that_does_not_fit(tmp_path: Path) -> None:
+def test_a_trainer_stays_within_its_memory_contract(tmp_path: Path) -> None:
+    found = run("trainer_memory.py", tmp_path / "f.json", "--check")
+    assert set(found["depths"]) == {"8", "32", "64"}
+
+
+def test_a_model_bigger_than_memory_trains_with_the_same_bits(tmp_path: Path) -> None:
     found = run("bigger_than_memory.py", tmp_path / "f.json", "--check")
+    assert len(found["ours"]["losses"]) == 20
     assert found["ours"]["hash"] == found["store"]["hash"]
