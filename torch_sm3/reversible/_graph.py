@@ -23,6 +23,7 @@ from torch_sm3.reversible._half import HalfRecord
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._plain import together
 from torch_sm3.reversible._region import eager_region
+from torch_sm3.reversible._remember import listener
 from torch_sm3.reversible._steps import is_stream
 from torch_sm3.reversible._whole import WholeRecord
 
@@ -98,7 +99,11 @@ class GraphStep:
         kwargs = ledger.side.build(record.keys, by_place)
         hooks: Any = contextlib.nullcontext()
         if not self._store:
-            hooks = self._handles()
+            # Exact streams let a checkpointed region choose again as it did.
+            exact = record.kept or ledger.options.exact != "none"
+            hooks = self._handles(
+                contextlib.nullcontext() if exact else self._choices()
+            )
         run: Any = record.first_in_graph
         if isinstance(record, HalfRecord):
             self._acc_needs = stack[record.step.acc].requires_grad
@@ -106,13 +111,31 @@ class GraphStep:
         return run(stack, context, kwargs, tensors, ledger, watch, hooks, again)
 
     @contextlib.contextmanager
-    def _handles(self) -> Iterator[None]:
+    def _handles(
+        self, choices: contextlib.AbstractContextManager[None]
+    ) -> Iterator[None]:
         self._fresh = []
         try:
-            with saved_tensors_hooks(self._pack, self._unpack):
+            with saved_tensors_hooks(self._pack, self._unpack), choices:
                 yield
         finally:
             self._fresh = None
+
+    def _choices(self) -> contextlib.AbstractContextManager[None]:
+        name = self._record.name
+
+        def listen(_: Tensor) -> None:
+            # The region's own backward pass runs it again, after and outside ours.
+            top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            if top is not None and top[0].__module__ == "torch.utils.checkpoint":
+                raise RuntimeError(
+                    "remember: expected no checkpointed region in the graph engine, "
+                    f"but got one in F of {name}, which would choose again at streams "
+                    "that are rebuilt up to rounding; use engine='node' or an exact "
+                    "mode"
+                )
+
+        return listener(listen)
 
     def _pack(self, tensor: Tensor) -> int:
         self._kinds.append(_kind(tensor))
