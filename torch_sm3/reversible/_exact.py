@@ -165,7 +165,9 @@ def correction_of(
     if out.numel() == 0:
         return correction
     if isinstance(rule, GridAdd):
-        most = torch.linalg.vector_norm(out, math.inf)
+        # A norm of nothing is refused.
+        empty = out.numel() == 0
+        most = out.sum() if empty else torch.linalg.vector_norm(out, math.inf)
         return _grid_correction(rule, acc, most, ledger, name, watch)
     if ledger.options.exact == "sidecar":
         estimate = rule.invert(out, values)
