@@ -123,6 +123,10 @@ void CallState::done() {
   }
 }
 
+void CallState::forget() {
+  forget(torch::autograd::get_current_graph_task_id());
+}
+
 void CallState::forget(int task) {
   std::shared_ptr<Cursor> cursor; // destroyed after the lock is released
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -142,7 +142,14 @@ struct HalfNode : torch::autograd::Function<HalfNode> {
       all.resize(all.size() + needs.size());
       return all;
     }
-    tensor_list found = reverse(*shared->state, record, grad, needs);
+    tensor_list found;
+    try {
+      found = reverse(*shared->state, record, grad, needs);
+    } catch (...) {
+      // The engine's final callbacks do not run after an error.
+      shared->state->forget();
+      throw;
+    }
     std::move(found.begin(), found.end(), std::back_inserter(all));
     return all;
   }
