@@ -161,11 +161,12 @@ void CallState::move(const Record& record, Cursor& cursor, bool backwards) {
   at::Tensor& acc = cursor.streams[half.acc];
   std::vector<at::Tensor> values;
   if (!(backwards && record.is_kept)) {
-    values = record.again(
+    const c10::AutoGradMode mode(record.with_grad);
+    values = detached(record.again(
         gather(cursor.streams, half.reads),
         cursor.side,
         cursor.unpack(record.remembered),
-        acc);
+        acc));
   }
   acc = backwards ? rebuilt(record, cursor, values)
                   : apply_rule(half.rule, acc, values);

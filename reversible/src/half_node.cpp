@@ -57,15 +57,6 @@ Recomputed recompute(
   return result;
 }
 
-std::vector<at::Tensor> detached(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> result;
-  result.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    result.push_back(tensor.detach());
-  }
-  return result;
-}
-
 void check_single_backward() {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !c10::GradMode::is_enabled(),

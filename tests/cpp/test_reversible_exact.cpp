@@ -181,6 +181,37 @@ TEST_F(ReversibleExact, AnOverflowKeepsTheInput) {
   }
 }
 
+// As kernels that are chosen by whether there will be a backward pass.
+struct GradModeImpl : nn::Module {
+  at::Tensor forward(const at::Tensor& x) {
+    const double factor = at::GradMode::is_enabled() ? 1.0 : 1.001;
+    return x.tanh() * weight * factor;
+  }
+  at::Tensor weight = register_parameter("weight", at::ones({kWidth}));
+};
+TORCH_MODULE(GradMode);
+
+TEST_F(ReversibleExact, AFunctionWhoseBitsDependOnGradMode) {
+  const Blocks blocks =
+      repeated([] { return AdditiveCoupling(GradMode(), GradMode()); }, 4);
+  const auto x = streams(2, at::kFloat, {4, kWidth});
+  for (const char* exact : {"grid", "sidecar"}) {
+    SCOPED_TRACE(exact);
+    // The first call finds it out.
+    for (int call = 0; call < 2; ++call) {
+      compare(blocks, x, SequenceOptions().exact(exact));
+    }
+  }
+  // A pass that needs one weight moves over the other halves without a VJP.
+  std::vector<Tensors> grads;
+  for (const char* plan : {"reversible", "store"}) {
+    Sequence sequence(blocks, SequenceOptions().exact("grid").plan(plan));
+    grads.push_back(gradients(
+        loss_of(sequence->forward(x)), {}, {sequence->parameters()[0]}));
+  }
+  expect_equal(grads[0], grads[1]);
+}
+
 TEST_F(ReversibleExact, NonFiniteNumbersAreRebuilt) {
   for (const char* exact : {"grid", "sidecar"}) {
     SCOPED_TRACE(exact);
