@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that a call allocates: exact on CPU, of the caching allocator on CUDA."""
+"""Bytes that a call allocates, by torch's allocator and by the kernel."""
 
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -26,7 +28,10 @@ class Bytes:
 
 
 def bytes_of(call: Callable[[], object], device: str = "cpu") -> Bytes:
-    """Return the bytes that a call allocates, its result released."""
+    """Return the bytes that a call allocates, its result released.
+
+    They are exact on CPU; on CUDA they are allocated, not reserved, bytes.
+    """
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
@@ -43,3 +48,19 @@ def bytes_of(call: Callable[[], object], device: str = "cpu") -> Bytes:
     finally:
         live, peak = ops._memory_meter_stop()
     return Bytes(live, peak)
+
+
+def resident(name: str) -> int:
+    """Return ``VmRSS`` or its peak ``VmHWM`` in bytes."""
+    text = Path("/proc/self/status").read_text()
+    match = re.search(rf"{name}:\s+(\d+) kB", text)
+    assert match, f"/proc/self/status has no {name}"
+    return 1024 * int(match.group(1))
+
+
+def resident_peak(call: Callable[[], object]) -> int:
+    """Return the bytes by which the resident memory rose at most during a call."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
+    before = resident("VmRSS")
+    call()
+    return max(0, resident("VmHWM") - before)

@@ -154,10 +154,9 @@ def packages(blocks: Sequence[Coupled]) -> dict[str, Run]:
     found: dict[str, Run] = {}
     for make in (_memcnn, _revlib, _revtorch):
         name = make.__name__.lstrip("_")
+        warnings.filterwarnings("ignore", module=name)  # of what they still call
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # their age, not our concern
-                found[name] = make(blocks)
+            found[name] = make(blocks)
         except ImportError as error:
             print(f"{name} is left out: {error}")
     return found

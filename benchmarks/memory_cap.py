@@ -6,131 +6,52 @@ mappings, stacks) may grow by the same number of bytes beyond what Python and to
 after a warm-up step; in them it makes the model and the optimizer and does some steps
 on one batch, and the loss must fall. The depth is searched for at one width, batch and
 number of tokens. Ours has reversible blocks, and SM3 that steps inside the backward
-pass. The others run the ordinary residual form of the same sublayers, which keeps one
-stream where a reversible block has two. Times are per token of a whole step: of each
-at its own largest model, and of all at the largest that all can train.
+pass or by ``ReversibleTrainer``. The others run the ordinary residual form of the same
+sublayers, which keeps one stream where a reversible block has two. Times are per token
+of a whole step: of each at its own largest model, and of all at the largest that all
+can train.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-import resource
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from _cap import in_process, limit
+from _gpt_ways import CONTEXT, OURS, VOCABULARY, WAYS, Way, model_of
 from _meter import bytes_of
 from _report import Figure, arguments, finish
-from torch import nn
-
-import torch_sm3
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
-
-from gpt import GPT, Shape  # noqa: E402
-
-OURS = "reversible, SM3 in backward"
-ADAMW = "plain, AdamW"
-ADAFACTOR = "checkpoint, Adafactor"
-EAGER = "checkpoint, Adafactor in backward"
-
-HEADS, CONTEXT, VOCABULARY = 4, 128, 256
-OUT_OF_MEMORY = re.compile(r"can't allocate memory|MemoryError|bad_alloc|could not cre")
-
-
-class AdafactorInBackward:
-    """Steps each parameter by an Adafactor of its own as soon as its gradient exists.
-
-    The recipe of torch's tutorial on optimizer steps in the backward pass.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        for parameter in parameters:
-            optimizer = torch.optim.Adafactor([parameter], lr=1e-2, foreach=False)
-
-            def after(_: torch.Tensor, own: torch.optim.Optimizer = optimizer) -> None:
-                own.step()
-                own.zero_grad()
-
-            parameter.register_post_accumulate_grad_hook(after)
-
-    def step(self) -> None:
-        """Do nothing: all is done."""
-
-    def zero_grad(self) -> None:
-        """Do nothing: all is done."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """Kind of blocks and optimizer, and what ours must reach of its parameters."""
-
-    blocks: str
-    optimizer: Callable[[list[nn.Parameter]], Any]
-    least: float | None = None
-
-
-WAYS = {
-    OURS: Way("reversible", lambda ps: torch_sm3.SM3InBackward(ps, lr=0.05)),
-    ADAMW: Way("plain", lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True), 4.0),
-    ADAFACTOR: Way(
-        "checkpoint", lambda ps: torch.optim.Adafactor(ps, lr=1e-2, foreach=False), 1.5
-    ),
-    EAGER: Way("checkpoint", AdafactorInBackward),
-}
 
 
 def train(
     way: Way, width: int, depth: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Make a model, do some steps on one batch and return what came out."""
-    torch.manual_seed(0)
-    model = GPT(Shape(VOCABULARY, width, depth, HEADS, CONTEXT, way.blocks))
-    parameters = list(model.parameters())
-    optimizer = way.optimizer(parameters)
-    shape = options.batch, CONTEXT
-    tokens = torch.randint(VOCABULARY, shape)
+    model = model_of(way, width, depth)
+    step = way.step(model)
+    tokens = torch.randint(VOCABULARY, (options.batch, CONTEXT))
     losses, times = [], []
     for _ in range(options.steps):
         start = time.perf_counter()
-        logits = model(tokens)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-        del logits
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        losses.append(step(tokens).item())
         times.append(time.perf_counter() - start)
-        losses.append(loss.item())
     return {
         "depth": depth,
-        "parameters": sum(parameter.numel() for parameter in parameters),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "losses": losses,
         "us_per_token": 1e6 * min(times[1:]) / tokens.numel(),
     }
-
-
-def data_bytes() -> int:
-    """Return ``VmData``, what ``RLIMIT_DATA`` limits."""
-    match = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match, "/proc/self/status has no VmData"
-    return 1024 * int(match.group(1))
 
 
 def child(options: argparse.Namespace) -> None:
     """Train one model under the cap, in this process."""
     way = WAYS[options.child]
     train(way, 32, 1, options)  # threads, and code that is loaded late
-    cap = data_bytes() + options.cap * 2**20
-    resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
+    limit(options.cap * 2**20)
     print(json.dumps(train(way, options.width, options.depth, options)))
 
 
@@ -138,25 +59,11 @@ def attempt(
     name: str, depth: int, options: argparse.Namespace
 ) -> dict[str, Any] | None:
     """Train in a fresh process; return None where it runs out of memory."""
-    env = {
-        **os.environ,
-        # Each large block a mapping of its own, and one heap: else what fits depends
-        # on holes between freed blocks.
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_ARENA_MAX": "1",
-    }
-    command = [sys.executable, __file__, "--child", name, "--depth", str(depth)]
-    for key in ("cap", "width", "batch", "steps"):
-        command += [f"--{key}", str(getattr(options, key))]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    if done.returncode == 0:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        if not found["losses"][-1] < found["losses"][0]:
-            raise SystemExit(f"{name}: the loss does not fall: {found['losses']}")
-        return found
-    if done.returncode > 0 and not OUT_OF_MEMORY.search(done.stderr):
-        raise SystemExit(f"{name}, depth {depth}: {done.stderr}")
-    return None
+    same = {key: getattr(options, key) for key in ("cap", "width", "batch", "steps")}
+    found = in_process(__file__, child=name, depth=depth, **same)
+    if found and not found["losses"][-1] < found["losses"][0]:
+        raise SystemExit(f"{name}: the loss does not fall: {found['losses']}")
+    return found
 
 
 def guess(way: Way, options: argparse.Namespace) -> int:

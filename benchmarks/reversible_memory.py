@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
-from _meter import bytes_of
+from _cap import in_process
+from _meter import bytes_of, resident_peak
 from _report import Figure, arguments, finish
 from _reversible_peers import Run
 from _reversible_runs import (
@@ -101,33 +97,21 @@ def requirements(peaks: Peaks, options: argparse.Namespace) -> list[Figure]:
     return sorted(figures, key=lambda figure: figure.name)
 
 
-def resident(name: str) -> int:
-    """Return ``VmRSS`` or its peak ``VmHWM`` in bytes."""
-    text = Path("/proc/self/status").read_text()
-    match = re.search(rf"{name}:\s+(\d+) kB", text)
-    assert match, f"/proc/self/status has no {name}"
-    return 1024 * int(match.group(1))
-
-
 def in_this_process(name: str) -> dict[str, int]:
     """Return the peak by the allocator and by the resident memory."""
     width, tokens, depth = CONFIRMED_AT
     runs, x = prepared(width, tokens, depth, "cpu", [name])
     metered = peak_of(runs[name], x)
-    Path("/proc/self/clear_refs").write_text("5")  # the mark starts from now
-    before = resident("VmRSS")
-    backward(runs[name], x)
-    return {"metered": metered, "resident": resident("VmHWM") - before}
+    return {
+        "metered": metered,
+        "resident": resident_peak(lambda: backward(runs[name], x)),
+    }
 
 
 def confirm(name: str) -> Figure:
     """Compare both peaks in a fresh process."""
-    # Each large block a mapping of its own: else the C library keeps freed blocks, and
-    # the process is larger than what it holds.
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, __file__, "--one", name]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
-    both = json.loads(done.stdout.splitlines()[-1])
+    both = in_process(__file__, one=name)
+    assert both, "no cap, no lack of memory"
     share = both["resident"] / both["metered"]
     return Figure(f"high-water mark / metered peak: {name}", share, 1.15, 0.85)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from _meter import resident_peak
 
 import torch_sm3
 
@@ -51,22 +51,6 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def resident(name: str) -> int:
-    """Return ``VmRSS`` or its peak ``VmHWM`` in bytes."""
-    text = Path("/proc/self/status").read_text()
-    match = re.search(rf"{name}:\s+(\d+) kB", text)
-    assert match, f"/proc/self/status has no {name}"
-    return 1024 * int(match.group(1))
-
-
-def peak_of(call: Callable[[], object]) -> int:
-    """Return the bytes by which the resident memory rose at most during a call."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
-    before = resident("VmRSS")
-    call()
-    return max(0, resident("VmHWM") - before)
-
-
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of all tensors that an optimizer keeps."""
     return sum(
@@ -89,12 +73,12 @@ def measure(optimizer: str, layer: str) -> dict[str, int]:
     for param in params:
         param.grad = torch.ones_like(param)
     made = OPTIMIZERS[optimizer](params)
-    first = peak_of(made.step)
+    first = resident_peak(made.step)
     return {
         "weights": sum(4 * param.numel() for param in params),
         "state": state_bytes(made),
         "first_step": first,
-        "later_step": peak_of(made.step),
+        "later_step": resident_peak(made.step),
     }
 
 

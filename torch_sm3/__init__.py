@@ -55,6 +55,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     # Imported at first use: torch.distributed.optim, where SM3 is registered, takes
     # half a second.
+    if name == "trainer":
+        return _importlib.import_module("torch_sm3.trainer")
     if name not in ("distributed", "AdasumState", "adasum_all_reduce", "adasum_hook"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _importlib.import_module("torch_sm3.distributed")

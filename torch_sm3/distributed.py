@@ -57,13 +57,16 @@ def _resolve(op: str, group: Any) -> dist.ProcessGroup:
 
 
 def own_group(
-    group: dist.ProcessGroup, timeout: timedelta | None = None
+    group: dist.ProcessGroup,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
 ) -> tuple[Any, bool]:
     """Make a process group of the ranks of another; collective over them.
 
     Args:
-        group: whose ranks, order and backend the new one has.
+        group: whose ranks and order the new one has.
         timeout: of the new group, torch's default if None.
+        backend: of the new group, that of ``group`` if None.
 
     Returns:
         The group, and whether it leaves out ranks of the world.
@@ -75,7 +78,7 @@ def own_group(
     own = dist.new_group(
         ranks,
         timeout=timeout,
-        backend=dist.get_backend_config(group),
+        backend=backend or dist.get_backend_config(group),
         use_local_synchronization=subset,
         **order,
     )

@@ -55,7 +55,11 @@ make_index(const at::Tensor& dense, int64_t offset, c10::IntArrayRef strides) {
   DropoutIndex index{static_cast<uint64_t>(offset), 0, {}, {}};
   for (const int64_t d : order) {
     const int last = index.dims - 1;
-    if (last >= 0 && index.strides[last] == dense.size(d) * strides[d]) {
+    // Modulo 2^64, as the numbers themselves.
+    const auto whole = static_cast<int64_t>(
+        static_cast<uint64_t>(dense.size(d)) *
+        static_cast<uint64_t>(strides[d]));
+    if (last >= 0 && index.strides[last] == whole) {
       index.sizes[last] *= dense.size(d);
       index.strides[last] = strides[d];
       continue;
@@ -110,6 +114,8 @@ at::Tensor dropout_meta(
     const at::Tensor& x,
     double p,
     const at::Tensor& seed,
+    // By value, as all kernels of the operator must take it.
+    // NOLINTNEXTLINE(performance-unnecessary-value-param)
     c10::SymInt offset,
     at::OptionalSymIntArrayRef strides) {
   check_dropout(x, p, seed, offset, strides);

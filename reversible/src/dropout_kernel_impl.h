@@ -41,7 +41,8 @@ const uint32_t* scattered(
     uint64_t seed,
     Words words) {
   for (int64_t i = 0; i < size; ++i) {
-    words[i] = philox_word(n + static_cast<uint64_t>(i * stride), seed);
+    words[i] = philox_word(
+        n + static_cast<uint64_t>(i) * static_cast<uint64_t>(stride), seed);
   }
   return words;
 }

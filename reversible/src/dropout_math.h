@@ -67,7 +67,8 @@ struct DropoutIndex {
 TORCH_SM3_INLINE uint64_t dropout_word(const DropoutIndex& index, int64_t i) {
   uint64_t n = index.start;
   for (int d = index.dims - 1; d >= 0; --d) {
-    n += static_cast<uint64_t>(i % index.sizes[d] * index.strides[d]);
+    n += static_cast<uint64_t>(i % index.sizes[d]) *
+         static_cast<uint64_t>(index.strides[d]);
     i /= index.sizes[d];
   }
   return n;

@@ -22,6 +22,14 @@ TORCH_SM3_INLINE int64_t bits_of(double x) {
   return bits;
 }
 
+/// To the nearest integer, ties to even.
+TORCH_SM3_INLINE float round_even(float x) {
+  return rintf(x);
+}
+TORCH_SM3_INLINE double round_even(double x) {
+  return rint(x);
+}
+
 template <class C>
 struct GridTraits;
 template <>
@@ -60,7 +68,7 @@ TORCH_SM3_INLINE Grid<C> make_grid(int bits) {
 /// back bit for bit.
 template <class C>
 TORCH_SM3_INLINE C quantize(C x, Grid<C> grid) {
-  const C rounded = rint(x * grid.up) * grid.down + C(0);
+  const C rounded = round_even(x * grid.up) * grid.down + C(0);
   const C size = x < 0 ? -x : x;
   return size < grid.limit ? rounded : x;
 }

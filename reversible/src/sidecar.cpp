@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cstring>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace torch_sm3::reversible {
@@ -150,8 +151,8 @@ SidecarTensors encode_meta(
   };
   return {
       empty({(count + kSidecarCodes - 1) / kSidecarCodes}, at::kByte),
-      empty({byte_capacity}, at::kChar),
-      empty({wide_capacity}, sidecar_wide_type(x)),
+      empty({std::move(byte_capacity)}, at::kChar),
+      empty({std::move(wide_capacity)}, sidecar_wide_type(x)),
       empty({(count + kSidecarTile - 1) / kSidecarTile, 2}, at::kLong),
       empty({2}, at::kLong)};
 }

@@ -363,15 +363,22 @@ void compare_sidecar(at::ScalarType type, int64_t count, double room) {
   }
 }
 
-TEST(ReversibleOpsOnHost, Sidecar) {
-  for (const int64_t count :
-       {int64_t{1}, int64_t{30}, kSidecarTile, 3 * kSidecarTile + 7}) {
-    for (const double room : {2.0, 0.05, 0.0}) {
-      compare_sidecar<uint16_t>(at::kHalf, count, room);
-      compare_sidecar<uint16_t>(at::kBFloat16, count, room);
-      compare_sidecar<uint32_t>(at::kFloat, count, room);
-      compare_sidecar<uint64_t>(at::kDouble, count, room);
-    }
+TEST(ReversibleOpsOnHost, SidecarOfEveryType) {
+  compare_sidecar<uint16_t>(at::kHalf, kSidecarTile + 7, 2);
+  compare_sidecar<uint16_t>(at::kBFloat16, kSidecarTile + 7, 2);
+  compare_sidecar<uint32_t>(at::kFloat, kSidecarTile + 7, 2);
+  compare_sidecar<uint64_t>(at::kDouble, kSidecarTile + 7, 2);
+}
+
+TEST(ReversibleOpsOnHost, SidecarOfFewElements) {
+  for (const int64_t count : {1, 4, 30}) {
+    compare_sidecar<uint32_t>(at::kFloat, count, 2);
+  }
+}
+
+TEST(ReversibleOpsOnHost, SidecarWithoutRoomForAll) {
+  for (const double room : {0.05, 0.0}) {
+    compare_sidecar<uint32_t>(at::kFloat, 2 * kSidecarTile + 7, room);
   }
 }
 

@@ -17,7 +17,6 @@ from torch_sm3.reversible._layer import LayerRun
 from torch_sm3.reversible._lsh_attention import LSHSelfAttention
 from torch_sm3.reversible._plan import PlanEntry
 from torch_sm3.reversible._remember import remember
-from torch_sm3.reversible._replay import is_recomputing
 from torch_sm3.reversible._sequence import ReversibleSequence
 from torch_sm3.reversible._utilities import (
     ConcatenatePair,
@@ -27,6 +26,7 @@ from torch_sm3.reversible._utilities import (
     Split,
     Swap,
 )
+from torch_sm3.reversible._world import is_recomputing
 
 __all__ = [
     "AdditiveCoupling",

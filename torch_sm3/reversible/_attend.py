@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from torch_sm3.reversible._split import forward_and_or_backward
+from torch_sm3.reversible._split import AutocastState, forward_and_or_backward
 
 
 class SplitAttention(Function):
@@ -21,6 +22,9 @@ class SplitAttention(Function):
         attention: nn.Module, inputs: Sequence[Any], state: Any, seed: int
     ) -> tuple[Tensor, Any]:
         """Return the output and the state; a given state is not updated."""
+        if not hasattr(attention, "forward_and_or_backward"):
+            # Its backward would be a run of its own, with other random numbers.
+            return attention(*inputs), ()
         box: list[Any] = [state]
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         template = [Tensor if isinstance(x, Tensor) else x for x in inputs]
@@ -37,12 +41,14 @@ class SplitAttention(Function):
         output, state, _, _ = forward_and_or_backward(
             attention, inputs, None, box[0], seed, None, True, update
         )
+        assert output is not None, "it was asked for"
         if update:
             box[0] = state
         ctx.call = (attention, box[0], seed, template, count)
+        ctx.training = attention.training
+        ctx.autocast = AutocastState(output.device.type)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        assert output is not None, "it was asked for"
         return output
 
     @staticmethod
@@ -57,14 +63,25 @@ class SplitAttention(Function):
         if grad is None:
             return (None,) * (1 + len(tensors))
         inputs = _filled(template, tensors[:count])
-        _, _, input_grads, weight_grads = forward_and_or_backward(
-            attention, inputs, None, state, seed, grad, False, False
-        )
+        with ctx.autocast.again(), _training(attention, ctx.training):
+            _, _, input_grads, weight_grads = forward_and_or_backward(
+                attention, inputs, None, state, seed, grad, False, False
+            )
         assert input_grads is not None, "they were asked for"
         assert weight_grads is not None, "they were asked for"
         pairs = zip(inputs, input_grads, strict=True)
         found = [g for x, g in pairs if isinstance(x, Tensor)]
         return None, *found, *weight_grads
+
+
+@contextlib.contextmanager
+def _training(module: nn.Module, flag: bool) -> Iterator[None]:
+    """Give a module the training flag of its forward pass."""
+    outer, module.training = module.training, flag
+    try:
+        yield
+    finally:
+        module.training = outer
 
 
 def _filled(template: Sequence[Any], tensors: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_sm3.reversible._attend import SplitAttention
 from torch_sm3.reversible._functions import First, Function, Pulled, Result
 from torch_sm3.reversible._ledger import Ledger
+from torch_sm3.reversible._remember import unobserved
 from torch_sm3.reversible._split import draw_seed, forward_and_or_backward
 
 
@@ -73,7 +74,8 @@ class AttentionFunction(Function):
         """Return attention's output, differentiable, and the aux outputs."""
         inputs, aux = self.inputs(context, kwargs, name)
         seed = draw_seed(self.attention)
-        output, _ = SplitAttention.run(self.attention, inputs, None, seed)
+        with unobserved():
+            output, _ = SplitAttention.run(self.attention, inputs, None, seed)
         return [output], aux
 
     def first_in_graph(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_sm3 import _ops
-from torch_sm3.reversible import _dropout
+from torch_sm3.reversible._remember import remember
 from torch_sm3.reversible._seeds import fold, seed_tensor
 from torch_sm3.reversible._split import Gradients, SplitResult, alias, vjp
 
@@ -54,7 +54,7 @@ class Seeds:
 
     def choose(self, choice: Tensor) -> Tensor:
         """Return a discrete choice, or what it was in the first run."""
-        return _ops.reversible_remember(choice, "") if self._remembers else choice
+        return remember(choice) if self._remembers else choice
 
     def drops(self, p: float) -> bool:
         """Tell whether dropout with rate ``p`` does anything."""
@@ -82,7 +82,7 @@ class Seeds:
             return x
         if which not in self._keys:
             self._keys[which] = seed_tensor(fold(self._rng, which), self._device)
-        return _dropout.reversible_dropout(x, p, self._keys[which], offset, strides)
+        return _ops.reversible_dropout(x, p, self._keys[which], offset, strides)
 
 
 class Sliced(Protocol):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_sm3.reversible._inventory import Learned
 from torch_sm3.reversible._moves import Move
 from torch_sm3.reversible._plain import run_step
-from torch_sm3.reversible._replay import Learned
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Half, Step, Whole
 
@@ -68,7 +68,9 @@ class Block(nn.Module):
         """Return the block's inputs and all gradients, from its outputs.
 
         The default runs :meth:`inverse` without grad, then :meth:`forward` with grad.
-        A block that can do with one run of its functions overrides it.
+        A block that can do with one run of its functions overrides it. Where inputs
+        are kept or corrected, with the plan ``checkpoint`` or ``exact="sidecar"``, the
+        default is used all the same.
 
         Args:
             outputs: what the block returned.
@@ -98,6 +100,23 @@ class Block(nn.Module):
 
 class Stepwise(Block):
     """A block that is given by its steps."""
+
+    def _parts(self) -> tuple[Any, ...]:
+        """Return the modules that the steps refer to."""
+        raise NotImplementedError
+
+    def _make_steps(self) -> Sequence[Step]:
+        """Return new steps."""
+        raise NotImplementedError
+
+    def _steps(self) -> Sequence[Step]:
+        """Return the steps; they are made anew when a module was replaced."""
+        parts = self._parts()
+        known = self.__dict__.get("_known_steps")
+        if known is None or not _same(known[0], parts):
+            known = self.__dict__["_known_steps"] = parts, self._make_steps()
+        steps: Sequence[Step] = known[1]
+        return steps
 
     def forward(self, *stack: Any, _run: Any = None, **side: Any) -> tuple[Any, ...]:
         """Run the block with ordinary operators, or as the calling sequence does."""
@@ -145,6 +164,12 @@ def inverse(module: Block, *outputs: Any, **side: Any) -> tuple[Any, ...]:
         )
     with torch.no_grad():
         return module.inverse(*outputs, **side)
+
+
+def _same(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    return len(left) == len(right) and all(
+        a is b for a, b in zip(left, right, strict=True)
+    )
 
 
 def run_steps(

@@ -21,17 +21,17 @@ from torch_sm3.reversible._block import Block, Stepwise, has_aux
 from torch_sm3.reversible._drift import Drift
 from torch_sm3.reversible._exact import Watch
 from torch_sm3.reversible._graph import GraphStep
+from torch_sm3.reversible._half import HalfRecord
 from torch_sm3.reversible._hooks import (
     CastRecord,
-    check_side,
     has_hooks,
     run_inside,
-    values_of,
+    side_after_hooks,
 )
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._moves import Move
 from torch_sm3.reversible._node import HalfNode, WholeNode
-from torch_sm3.reversible._record import HalfRecord, Record
+from torch_sm3.reversible._record import Record
 from torch_sm3.reversible._steps import Half, Step, Whole, is_stream
 from torch_sm3.reversible._vjp import check_declared
 from torch_sm3.reversible._whole import WholeRecord
@@ -156,11 +156,12 @@ class Call:
         inner: list[Any] = []
 
         def run(items: list[Any], given: Any) -> Any:
-            check_side(values_of(block, ledger.side), given, name)
             self._note_casts(stack[: block.n_in], items, name)
-            found = [self.run(s, name, items, plan, engine) for s in block._steps()]
+            with side_after_hooks(block, ledger.side, given, name):
+                steps = block._steps()
+                found = [self.run(step, name, items, plan, engine) for step in steps]
             inner.extend(items)
-            return block._join_aux(found)
+            return block._join_aux(found) if with_aux else ()
 
         aux = run_inside(block, stack, ledger.side, with_aux, run)
         self._note_casts(inner, stack[: block.n_out], name)
@@ -222,9 +223,12 @@ class Call:
         stack: list[Any],
         inputs: list[Tensor],
     ) -> tuple[Any, ...]:
+        acc = record.step.acc
+        if not aux:
+            (stack[acc],) = HalfNode.apply(self, record, [out], stack[acc], *inputs)
+            return ()
         leaves, structure = tree_flatten(aux)
         floating = [leaf for leaf in leaves if is_stream(leaf)]
-        acc = record.step.acc
         results = HalfNode.apply(self, record, [out, *floating], stack[acc], *inputs)
         stack[acc] = results[0]
         tracked = iter(results[1:])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torch_sm3.reversible import _dropout as _ops
+from torch_sm3 import _ops
 from torch_sm3.reversible._seeds import random_seed, seed_tensor
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch_sm3.reversible._attention_function import AttentionFunction
 from torch_sm3.reversible._block import Stepwise, check_module
 from torch_sm3.reversible._functions import AffineFunction, Function, SumFunction
-from torch_sm3.reversible._replay import Learned
+from torch_sm3.reversible._inventory import Learned
 from torch_sm3.reversible._rules import Add, Affine, Lerp
 from torch_sm3.reversible._steps import Half, Step
 
@@ -86,7 +86,10 @@ class HalfResidual(Stepwise):
         self.n_in = self.n_out = 1 + n_context
         self._learned = Learned()
 
-    def _steps(self) -> Sequence[Step]:
+    def _parts(self) -> tuple[Any, ...]:
+        return (*self.layers, self.attention, self.has_aux, self.context)
+
+    def _make_steps(self) -> Sequence[Step]:
         layers = list(self.layers)
         function: Function
         if self.attention is None:
@@ -119,6 +122,9 @@ class _Coupling(Stepwise):
         self.G = G
         self.context = None if context is None else tuple(context)
         self._learned = (Learned(), Learned())
+
+    def _parts(self) -> tuple[Any, ...]:
+        return self.F, self.G, self.context
 
 
 class AdditiveCoupling(_Coupling):
@@ -155,7 +161,7 @@ class AdditiveCoupling(_Coupling):
     Source: Gomez et al., The Reversible Residual Network, NeurIPS 2017.
     """
 
-    def _steps(self) -> Sequence[Step]:
+    def _make_steps(self) -> Sequence[Step]:
         learned_f, learned_g = self._learned
         f = Function([self.F], context=self.context)
         g = Function([self.G], context=self.context)
@@ -219,7 +225,10 @@ class AffineCoupling(_Coupling):
         self.clamp = float(clamp)
         self.with_logdet = with_logdet
 
-    def _steps(self) -> Sequence[Step]:
+    def _parts(self) -> tuple[Any, ...]:
+        return (*super()._parts(), self.clamp, self.with_logdet)
+
+    def _make_steps(self) -> Sequence[Step]:
         rule = Affine(self.clamp)
         functions = [
             AffineFunction(layer, self.clamp, self.with_logdet, self.context)
@@ -287,7 +296,10 @@ class MomentumCoupling(Stepwise):
         self.context = None if context is None else tuple(context)
         self._learned = (Learned(), Learned())
 
-    def _steps(self) -> Sequence[Step]:
+    def _parts(self) -> tuple[Any, ...]:
+        return self.F, self.gamma, self.context
+
+    def _make_steps(self) -> Sequence[Step]:
         f = Function([self.F], context=self.context)
         learned, nothing = self._learned
         return (
@@ -339,7 +351,10 @@ class GroupCoupling(Stepwise):
         self.n_in = self.n_out = len(Fs)
         self._learned = tuple([Learned() for _ in Fs])
 
-    def _steps(self) -> Sequence[Step]:
+    def _parts(self) -> tuple[Any, ...]:
+        return (*self.Fs, self.context)
+
+    def _make_steps(self) -> Sequence[Step]:
         rest = range(1, self.n_in)
         first = SumFunction([self.Fs[0]], self.n_in - 1, context=self.context)
         steps = [Half(first, Add(), 0, rest, self._learned[0])]

@@ -98,6 +98,11 @@ class DriftMonitor:
                     f"DriftMonitor: expected at least {least}, but got {value} "
                     f"(argument '{name}')"
                 )
+        if max_ulp is not None and max_ulp < 0:
+            raise ValueError(
+                f"DriftMonitor: expected at least 0, but got {max_ulp} "
+                "(argument 'max_ulp')"
+            )
         if not max_rel >= 0:
             raise ValueError(
                 f"DriftMonitor: expected at least 0, but got {max_rel} "

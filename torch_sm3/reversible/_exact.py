@@ -32,6 +32,22 @@ def rule_of(rule: Rule, exact: str, grid_bits: int) -> Rule:
     return rule
 
 
+def dense(item: Tensor) -> Tensor:
+    """Return a stream without gaps or overlaps, as it is when it is rebuilt.
+
+    Strides decide the order in which some functions sum.
+    """
+    if item.is_contiguous():
+        return item
+    same = torch.empty_like(item, device="meta").stride() == item.stride()
+    return item if same else item.contiguous()
+
+
+def entering(item: Tensor, exact: str, bits: int) -> Tensor:
+    """Return a stream as an exact mode needs it."""
+    return on_grid(item, bits) if exact == "grid" else dense(item)
+
+
 def on_grid(item: Tensor, bits: int) -> Tensor:
     """Round a stream to the grid; differentiable, the gradient passes unchanged."""
     if item.dtype not in DIGITS:
@@ -92,13 +108,15 @@ class Watch:
 class Correction:
     """What one rebuilt tensor needs to be exact: nothing, a sidecar, or itself."""
 
-    __slots__ = ("kept", "sidecar")
+    __slots__ = ("kept", "sidecar", "strides")
 
     def __init__(self) -> None:
         #: Place of the tensor itself, where it could not be rebuilt.
         self.kept: int | None = None
         #: Places of the sidecar's parts.
         self.sidecar: range | None = None
+        #: Strides of the tensor that the sidecar is of.
+        self.strides: tuple[int, ...] = ()
 
     def restore(self, rebuild: Callable[[], Tensor], saved: Sequence[Tensor]) -> Tensor:
         """Return the exact tensor; ``rebuild`` returns the approximate one."""
@@ -112,6 +130,7 @@ class Correction:
             return saved[self.kept]
         if self.sidecar is None:
             return estimate
+        estimate = _laid_out(estimate, self.strides)
         codes, narrow, wide, offsets = (saved[i] for i in self.sidecar)
         return _ops.reversible_sidecar_decode(estimate, codes, narrow, wide, offsets)
 
@@ -180,8 +199,9 @@ def record_sidecar(
             "ReversibleSequence: expected real streams for exact='sidecar', but got "
             f"{exact.dtype} (argument 'exact')"
         )
-    if exact.stride() != estimate.stride():
-        exact = torch.empty_like(estimate).copy_(exact)
+    exact = dense(exact)
+    correction.strides = exact.stride()
+    estimate = _laid_out(estimate, correction.strides)
     count = estimate.numel()
     room = max(count // 8, _LEAST_ROOM), max(count // 256, _LEAST_ROOM)
     *parts, used = _ops.reversible_sidecar_encode(exact, estimate, *room)
@@ -197,6 +217,14 @@ def record_sidecar(
     _watch_hit(hit, exact, correction, ledger, name, watch)
     if correction.kept is None:
         correction.sidecar = ledger.keep_all([codes, narrow, wide, offsets])
+
+
+def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(
+        tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
 
 
 def _watch_hit(

@@ -40,18 +40,19 @@ class Pulled(NamedTuple):
     #: Its weights and the gradients of them.
     weights: Sequence[tuple[Tensor, Tensor | None]]
 
-    def add_to(
-        self,
-        found: list[Tensor | None],
-        inputs: Sequence[Tensor],
-        needs: Sequence[bool],
-    ) -> None:
-        """Add the weights' gradients to those that were found for ``inputs``."""
-        places = {id(tensor): i for i, tensor in enumerate(inputs)}
-        for weight, grad in self.weights:
-            i = places.get(id(weight))
-            if i is not None and needs[i]:
-                found[i] = sum_of(found[i], grad)
+
+def add_weight_grads(
+    weights: Sequence[tuple[Tensor, Tensor | None]],
+    found: list[Tensor | None],
+    inputs: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> None:
+    """Add the gradients of :class:`Pulled` to those that were found for ``inputs``."""
+    places = {id(tensor): i for i, tensor in enumerate(inputs)} if weights else {}
+    for weight, grad in weights:
+        i = places.get(id(weight))
+        if i is not None and needs[i]:
+            found[i] = sum_of(found[i], grad)
 
 
 class Function:

@@ -10,6 +10,8 @@ sharded parameters, closures and double backward work as in the plain run.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from torch_sm3.reversible._exact import Watch
+from torch_sm3.reversible._half import HalfRecord
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._plain import together
-from torch_sm3.reversible._record import HalfRecord
 from torch_sm3.reversible._region import eager_region
 from torch_sm3.reversible._steps import is_stream
 from torch_sm3.reversible._whole import WholeRecord
@@ -50,6 +52,7 @@ class GraphStep:
     __slots__ = (
         "_acc_needs",
         "_call",
+        "_fresh",
         "_kinds",
         "_merge",
         "_needs",
@@ -65,6 +68,8 @@ class GraphStep:
         self._store = store
         self._merge = merge
         self._kinds: list[_Kind] = []
+        #: The tensors themselves, while F runs: it may differentiate inside.
+        self._fresh: list[Tensor] | None = None
         self._needs: list[bool] = []
         self._acc_needs = False
 
@@ -93,31 +98,32 @@ class GraphStep:
         kwargs = ledger.side.build(record.keys, by_place)
         hooks: Any = contextlib.nullcontext()
         if not self._store:
-            hooks = saved_tensors_hooks(self._pack, self._unpack)
+            hooks = self._handles()
+        run: Any = record.first_in_graph
         if isinstance(record, HalfRecord):
             self._acc_needs = stack[record.step.acc].requires_grad
-            return record.first_in_graph(
-                stack,
-                context,
-                kwargs,
-                tensors,
-                ledger,
-                watch,
-                hooks,
-                again,
-                self._store,
-            )
-        record.first_in_graph(
-            stack, context, kwargs, tensors, ledger, watch, hooks, again
-        )
-        return ()
+            run = partial(run, store=self._store)
+        return run(stack, context, kwargs, tensors, ledger, watch, hooks, again)
+
+    @contextlib.contextmanager
+    def _handles(self) -> Iterator[None]:
+        self._fresh = []
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._fresh = None
 
     def _pack(self, tensor: Tensor) -> int:
         self._kinds.append(_kind(tensor))
+        if self._fresh is not None:
+            self._fresh.append(tensor.detach())
         return len(self._kinds) - 1
 
     @eager_region("streams are rebuilt by running functions again")
     def _unpack(self, handle: int) -> Tensor:
+        if self._fresh is not None:
+            return self._fresh[handle]
         cursor = self._call.cursor()
         if cursor.owner is not self._record or cursor.found[handle] is None:
             # Before the recompute, so that two blocks' tensors are never alive.
@@ -139,9 +145,6 @@ class GraphStep:
             found.append(tensor.detach())
             return len(found) - 1
 
-        def refuse(_: int) -> Tensor:
-            raise AssertionError("the recompute's graph is not differentiated")
-
         cursor = call.seek(record.position + 1)
         needs = iter(self._needs)
 
@@ -157,7 +160,7 @@ class GraphStep:
             cursor.saved,
             track,
             self._acc_needs,
-            saved_tensors_hooks(capture, refuse),
+            saved_tensors_hooks(capture, found.__getitem__),
         )
         cursor.position = record.position
         kinds = [_kind(tensor) for tensor in found]

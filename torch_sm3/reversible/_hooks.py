@@ -7,7 +7,8 @@ the streams, or cast them; the reverse pass must know of a cast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,20 +67,29 @@ def values_of(block: Block, side: Side) -> dict[str, Any]:
     return side.build([names], side.tensors)[0] if names else {}
 
 
-def check_side(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> None:
-    """Check that hooks have left side context alone.
+@contextlib.contextmanager
+def side_after_hooks(
+    block: Block, side: Side, given: Mapping[str, Any], name: str
+) -> Iterator[None]:
+    """Let the steps of a block have side context as hooks have left it: in identities.
 
     Raises:
-        RuntimeError: if they have not.
+        RuntimeError: if they have done more.
     """
-    before, after = tree_leaves(dict(old)), tree_leaves(dict(new))
-    if len(before) == len(after) and all(map(same_data, before, after)):
-        return
-    raise RuntimeError(
-        f"reversible: expected the module hooks of {name} to leave side context as it "
-        "is, but got other values (fully_shard casts it under cast_forward_inputs; "
-        "shard the functions instead of the block)"
-    )
+    before, after = tree_leaves(values_of(block, side)), tree_leaves(dict(given))
+    if len(before) != len(after) or not all(map(same_data, before, after)):
+        raise RuntimeError(
+            f"reversible: expected the module hooks of {name} to leave side context as "
+            "it is, but got other values (fully_shard casts it under "
+            "cast_forward_inputs; shard the functions instead of the block)"
+        )
+    tensors = side.tensors
+    passed = {id(old): new for old, new in zip(before, after, strict=True)}
+    side.tensors = [passed.get(id(tensor), tensor) for tensor in tensors]
+    try:
+        yield
+    finally:
+        side.tensors = tensors
 
 
 class CastRecord:

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 from torch_sm3.reversible._block import Block, changed_items, has_aux
 from torch_sm3.reversible._call import MoveRecord
 from torch_sm3.reversible._drift import Drift, DriftMonitor
-from torch_sm3.reversible._exact import Watch, on_grid
+from torch_sm3.reversible._exact import Watch, entering
+from torch_sm3.reversible._half import HalfRecord
 from torch_sm3.reversible._ledger import Ledger, Options, Stats
 from torch_sm3.reversible._moves import Move, sum_of
-from torch_sm3.reversible._record import HalfRecord
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Half, is_stream
 from torch_sm3.reversible._vjp import check_declared
@@ -98,10 +98,11 @@ class LayerRun:
     def enter(self, stack: Sequence[Any], blocks: Sequence[Block]) -> list[Any]:
         """Return a stack that enters ``blocks``: on the grid, where there is one."""
         items = list(stack)
-        if self._options.exact == "grid":
+        exact, bits = self._options.exact, self._options.grid_bits
+        if exact != "none":
             for i in changed_items(blocks, len(items)):
                 if is_stream(items[i]):
-                    items[i] = on_grid(items[i], self._options.grid_bits)
+                    items[i] = entering(items[i], exact, bits)
         return items
 
     def forward(
@@ -173,9 +174,14 @@ class LayerRun:
         return bool(record.owned) or any(side[i].requires_grad for i in record.places)
 
     @property
+    def kept(self) -> Sequence[Tensor]:
+        """The tensors that the run keeps, without side context."""
+        return self._saved[len(self._side_ids) :]
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes that the run keeps, without side context."""
-        return sum(tensor.nbytes for tensor in self._saved[len(self._side_ids) :])
+        return sum(tensor.nbytes for tensor in self.kept)
 
     def release(self) -> None:
         """Forget the run."""
@@ -188,6 +194,7 @@ class LayerRun:
         stack: Sequence[Any],
         grads: Sequence[Tensor | None],
         aux_grads: Sequence[Tensor | None] = (),
+        side_grads: Mapping[int, Tensor] | None = None,
     ) -> Reversed:
         """Return the stack before the block, and all gradients.
 
@@ -195,10 +202,12 @@ class LayerRun:
             stack: what :meth:`forward` returned.
             grads: gradients of its items.
             aux_grads: gradients of the floating tensors of :attr:`aux`.
+            side_grads: gradients of side context so far, by ``id`` of the tensor. Those
+                of this block are added half by half, in autograd's order.
         """
         self.drift.clear()
         items, item_grads = list(stack), list(grads)
-        result = Reversed(items, item_grads, {}, {})
+        result = Reversed(items, item_grads, dict(side_grads or {}), {})
         given: dict[int, list[Tensor | None]] = {}
         rest = iter(aux_grads or [None] * sum(self._aux_counts.values()))
         for position, count in self._aux_counts.items():

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +25,17 @@ from torch_sm3.reversible._lsh_buckets import (
 )
 
 
-class _Plan(NamedTuple):
+class _Plan:
     """What all slices of a call share."""
 
-    windows: Windows
-    directions: Tensor
+    def __init__(self, windows: Windows, draw: Callable[[], Tensor]) -> None:
+        self.windows = windows
+        self._draw = draw
+
+    @cached_property
+    def directions(self) -> Tensor:
+        """The directions of hashing, which a run with given buckets does not need."""
+        return self._draw()
 
 
 class LSHSelfAttention(SplitAttention):
@@ -218,7 +225,7 @@ class LSHSelfAttention(SplitAttention):
         windows = Windows(
             x.shape[1], self.chunk_len, self.n_chunks_before, self.n_chunks_after
         )
-        return _Plan(windows, self.directions(seeds, x.device))
+        return _Plan(windows, lambda: self.directions(seeds, x.device))
 
     def _attend(
         self,

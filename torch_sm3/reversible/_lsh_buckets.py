@@ -169,12 +169,12 @@ class SoftmaxWithLse(Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
-        # By hand: torch.logsumexp makes two more tensors of this size.
+        probs = torch.softmax(scores, -1)
+        ctx.save_for_backward(probs)
+        # The highest probability is 1 / sum(exp(scores - highest)); torch.logsumexp
+        # would take the exponentials again, in a tensor of its own.
         highest = scores.amax(-1, keepdim=True)
-        probs = (scores - highest).exp_()
-        total = probs.sum(-1, keepdim=True)
-        ctx.save_for_backward(probs.div_(total))
-        return probs, highest + total.log()
+        return probs, highest - probs.amax(-1, keepdim=True).log()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

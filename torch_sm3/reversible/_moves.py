@@ -103,7 +103,8 @@ class Concatenate(Move):
 
     def back(self, items: Sequence[Any], note: Any) -> tuple[Any, ...]:
         """Split the first copy at the recorded sizes."""
-        return tuple(torch.split(items[0], note, self._dim))
+        parts = torch.split(items[0], note, self._dim)
+        return tuple([part.contiguous() for part in parts])
 
     def pull(self, grads: Sequence[Tensor | None], note: Any) -> tuple[Any, ...]:
         """Split the sum of both copies' gradients."""
@@ -132,8 +133,10 @@ class Halve(Move):
 
     def run(self, items: Sequence[Any], name: str) -> tuple[tuple[Any, ...], Any]:
         """Return the halves."""
+        # Contiguous, as they are when they are rebuilt: strides decide the order in
+        # which some functions sum.
         first, second = halves(items[0], self._dim, f"Split of {name}")
-        return (first, second), None
+        return (first.contiguous(), second.contiguous()), None
 
     def back(self, items: Sequence[Any], note: Any) -> tuple[Any, ...]:
         """Join the halves."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from torch_sm3.reversible._record import HalfRecord
+from torch_sm3.reversible._half import HalfRecord
 from torch_sm3.reversible._region import eager_region
 from torch_sm3.reversible._steps import is_stream
 from torch_sm3.reversible._whole import WholeRecord
@@ -45,6 +45,9 @@ class HalfNode(Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.record = record
+        if not any(ctx.needs_input_grad[4:]):
+            # The accumulator alone needs a gradient; F's aux outputs have none.
+            ctx.mark_non_differentiable(*outputs[1:])
         return tuple(outputs)
 
     @staticmethod

@@ -67,28 +67,37 @@ class Choices(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = func.overloadpacket.__name__
-        for item in tree_leaves((args, kwargs)):
-            known = self._pending.get(id(item))
-            if known is None:
-                continue
-            _, chosen_by, compared = known
-            if not compared or name in _SELECT:
-                self.found.add(chosen_by)
         result = func(*args, **(kwargs or {}))
-        for item in tree_leaves(result):
-            if isinstance(item, Tensor):
-                self._note(name, item)
+        if _remember.is_unobserved():
+            return result
+        name = func.overloadpacket.__name__
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        pending = [self._pending[id(x)] for x in inputs if id(x) in self._pending]
+        if any(map(_is_smooth, outputs)):
+            for _, chosen_by, compared in pending:
+                if not compared or name in _SELECT:
+                    self.found.add(chosen_by)
+        for output in outputs:
+            self._note(name, output, any(map(_is_smooth, inputs)), pending)
         return result
 
-    def _note(self, name: str, item: Tensor) -> None:
-        integral = not (item.is_floating_point() or item.is_complex())
-        if name in _CHOOSE and integral:
-            self._pending[id(item)] = (item, name, False)
-        elif name in _ROUND and not integral:
-            self._pending[id(item)] = (item, name, False)
-        elif name in _COMPARE:
-            self._pending[id(item)] = (item, name, True)
+    def _note(
+        self,
+        name: str,
+        output: Tensor,
+        smooth: bool,
+        pending: list[tuple[Tensor, str, bool]],
+    ) -> None:
+        if _is_smooth(output):
+            if name in _ROUND:
+                self._pending[id(output)] = (output, name, False)
+        elif pending:
+            # Numbers made of a choice are a choice, until they are remembered.
+            _, chosen_by, compared = pending[0]
+            self._pending[id(output)] = (output, chosen_by, compared)
+        elif smooth and (name in _CHOOSE or name in _COMPARE):
+            self._pending[id(output)] = (output, name, name in _COMPARE)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -100,6 +109,10 @@ class Choices(TorchDispatchMode):
 
         with _remember.listener(remembered), self:
             yield
+
+
+def _is_smooth(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 class SavedBytes:

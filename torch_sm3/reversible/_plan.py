@@ -136,15 +136,13 @@ def _warn_of_momentum(blocks: Sequence[Block]) -> None:
         )
 
 
-def check_streams(
-    seq: ReversibleSequence, items: Sequence[Any], plans: Sequence[str]
-) -> None:
-    """Check the streams of one call.
+def check_kinds(seq: ReversibleSequence, items: Sequence[Any]) -> None:
+    """Check layouts, devices and kinds of the streams of one call.
 
     Raises:
         NotImplementedError: for a layout other than dense.
         TypeError: for streams that the exact mode does not know.
-        ValueError: for several devices, or a precision that the depth does not permit.
+        ValueError: for several devices.
     """
     streams = [x for x in items[: seq.n_in] if isinstance(x, Tensor)]
     floating = [x for x in streams if x.is_floating_point() or x.is_complex()]
@@ -168,8 +166,21 @@ def check_streams(
                 f"ReversibleSequence: expected real streams for exact={seq.exact!r}, "
                 f"but got {stream.dtype} (argument 'exact')"
             )
-    low = [x.dtype for x in floating if x.dtype in LOW_PRECISION]
-    if not low or seq.allow_drift or seq.exact != "none":
+
+
+def check_precision(
+    seq: ReversibleSequence, items: Sequence[Any], plans: Sequence[str]
+) -> None:
+    """Check that the streams bear the depth.
+
+    Raises:
+        ValueError: for a precision that it does not permit.
+    """
+    if seq.allow_drift or seq.exact != "none":
+        return
+    streams = [x for x in items[: seq.n_in] if isinstance(x, Tensor)]
+    low = [x.dtype for x in streams if x.dtype in LOW_PRECISION]
+    if not low:
         return
     count = sum(
         plan in ("reversible", "remember") and not is_utility(block)

@@ -56,6 +56,8 @@ class _Listeners(threading.local):
 
     def __init__(self) -> None:
         self.of_thread: list[Callable[[Tensor], None]] = []
+        #: Nested :func:`unobserved` regions.
+        self.deaf = 0
 
 
 _listeners = _Listeners()
@@ -71,57 +73,111 @@ def listener(listen: Callable[[Tensor], None]) -> Iterator[None]:
         _listeners.of_thread.remove(listen)
 
 
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Hide choices whose results the call keeps by itself, as attention's state."""
+    _listeners.deaf += 1
+    try:
+        yield
+    finally:
+        _listeners.deaf -= 1
+
+
+def is_unobserved() -> bool:
+    """Tell whether this thread is inside :func:`unobserved`."""
+    return _listeners.deaf > 0
+
+
 class Memory:
-    """What one F remembered in its first run.
+    """What one F remembered in its first run; hardly ever anything.
 
     Args:
         name: how messages call this F.
     """
 
-    __slots__ = ("_memory", "_places")
+    __slots__ = ("_memory", "_name", "_places")
 
     def __init__(self, name: str) -> None:
-        self._memory = torch.classes.torch_sm3.ReversibleMemory()
-        self._memory.name = name
+        self._name = name
+        self._memory: Any = None
         self._places: range | None = None
 
     @contextlib.contextmanager
     def recording(self, ledger: Ledger) -> Iterator[None]:
         """Remember what F asks for; keep it in the ledger."""
-        memory = self._memory
+        memory = _borrowed(self._name)
         memory.enter("record")
         try:
             yield
         finally:
             memory.leave()
         if len(memory):
+            self._memory = memory
             self._places = ledger.keep_all(memory.tensors())
             memory.clear_tensors()
+        else:
+            _idle.append(memory)
 
-    @contextlib.contextmanager
-    def recalling(self, saved: Sequence[Tensor]) -> Iterator[Any]:
+    def recalling(self, saved: Sequence[Tensor]) -> Recall:
         """Give F what it remembered."""
-        memory = self._load(saved)
-        memory.enter("recall")
-        try:
-            yield
-            memory.finish()
-        finally:
-            memory.leave()
-            memory.clear_tensors()
+        return Recall(self._loaded(saved), "recall", self._memory is None)
 
-    @contextlib.contextmanager
-    def differentiating(self, saved: Sequence[Tensor]) -> Iterator[None]:
+    def differentiating(
+        self, saved: Sequence[Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
         """Give regions of F that checkpoint runs once more what they remembered."""
-        memory = self._load(saved)
-        memory.enter("vjp")
+        if self._memory is None:
+            # The recompute has shown already that nothing is asked for.
+            return contextlib.nullcontext()
+        return Recall(self._loaded(saved), "vjp", False)
+
+    def _loaded(self, saved: Sequence[Tensor]) -> Any:
+        if self._places is None:
+            return _borrowed(self._name)
+        self._memory.load([saved[i] for i in self._places])
+        return self._memory
+
+
+class Recall(contextlib.AbstractContextManager[None]):
+    """The time during which F gets back what it remembered.
+
+    Args:
+        memory: what is given back.
+        mode: ``recall`` or ``vjp``.
+        idle: whether the memory is empty and of no further use.
+    """
+
+    __slots__ = ("_idle", "_memory", "_mode")
+
+    def __init__(self, memory: Any, mode: str, idle: bool) -> None:
+        self._memory = memory
+        self._mode = mode
+        self._idle = idle
+
+    def __enter__(self) -> None:
+        self._memory.enter(self._mode)
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        memory = self._memory
         try:
-            yield
+            if kind is None and self._mode == "recall":
+                memory.finish()
         finally:
             memory.leave()
-            memory.clear_tensors()
+            if self._idle:
+                _idle.append(memory)
+            else:
+                memory.clear_tensors()
 
-    def _load(self, saved: Sequence[Tensor]) -> Any:
-        if self._places is not None:
-            self._memory.load([saved[i] for i in self._places])
-        return self._memory
+
+# Empty memories for the next F: making one costs more than all else that is done here.
+_idle: list[Any] = []
+
+
+def _borrowed(name: str) -> Any:
+    try:
+        memory = _idle.pop()
+    except IndexError:
+        memory = torch.classes.torch_sm3.ReversibleMemory()
+    memory.name = name
+    return memory

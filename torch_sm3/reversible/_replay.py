@@ -4,86 +4,22 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torch_sm3.reversible._inventory import Inventory, Learned
+from torch_sm3.reversible._world import (
+    COUNTED,
+    EXCHANGE,
+    autocast_contexts,
+    autocast_state,
+)
+
 #: State of each generator after the last F of a call.
 GeneratorStates = dict[torch.Generator, Tensor]
-
-
-#: Attributes that every module has.
-_STANDARD = frozenset(nn.Module().__dict__)
-
-
-class Inventory:
-    """All modules, buffers and gradient-requiring tensors below some layers.
-
-    It is taken anew for every run: parameters may be replaced between two calls, and
-    one flat walk costs less than a single small kernel.
-    """
-
-    __slots__ = ("buffers", "modules", "owned")
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        modules = list(layers)
-        seen = set(modules)
-        owned: dict[int, Tensor] = {}
-        buffers: list[tuple[nn.Module, str, Tensor]] = []
-        for module in modules:  # grows while it is walked
-            for child in module._modules.values():
-                if child is not None and child not in seen:
-                    seen.add(child)
-                    modules.append(child)
-            for parameter in module._parameters.values():
-                if parameter is not None and parameter.requires_grad:
-                    owned[id(parameter)] = parameter
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    if buffer.requires_grad:
-                        owned[id(buffer)] = buffer
-                    else:
-                        buffers.append((module, name, buffer))
-            # Weights that a wrapper made and set as plain attributes, for instance
-            # in the replicas of nn.DataParallel.
-            attributes = module.__dict__
-            for name in attributes.keys() - _STANDARD:
-                value = attributes[name]
-                if isinstance(value, Tensor) and value.requires_grad:
-                    owned[id(value)] = value
-        self.modules = modules
-        self.owned = list(owned.values())
-        self.buffers = buffers
-
-    def flags(self) -> tuple[bool, ...]:
-        """Return the training flag of every module."""
-        return tuple([module.training for module in self.modules])
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a parameter is a shard, in whose place others come to be used."""
-    # Nothing can be sharded while the module that shards is not imported.
-    tensors: Any = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(tensor, tensors.DTensor)
-
-
-class Learned:
-    """What the first calls taught about one F; plain data, so it pickles."""
-
-    def __init__(self) -> None:
-        #: For each training-flag pattern, positions of the buffers that F changes.
-        self.changed: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        #: Shape of a tensor that F needs the gradient of and nothing declares; empty
-        #: if there is none, None until F's graph was searched.
-        self.undeclared: tuple[Any, ...] | None = None
-        #: Whether F returned other bits with grad than without; None: not known yet.
-        self.grad_matters: bool | None = None
-        #: Whether F drew random numbers on a CUDA device.
-        self.draws_on_cuda = False
 
 
 class Replay:
@@ -124,8 +60,8 @@ class Replay:
         self.learned = learned
         self._inventory = inventory
         self._flags = inventory.flags()
-        self._versions = [tensor._version for tensor in inventory.owned]
-        self._autocast = _autocast_state()
+        self._versions = {id(tensor): tensor._version for tensor in inventory.owned}
+        self._autocast = autocast_state()
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._states: GeneratorStates = {}
 
@@ -185,28 +121,33 @@ class Replay:
                     f"{tuple(item.shape)} (argument 'F')"
                 )
         self._record_buffers(before)
+        self._inventory.drop_results()
         return result
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Set the world of the first run, and restore today's afterwards.
-
-        Generators, buffers and flags belong to all threads, so only one thread at a
-        time may have others than today's.
+    def again(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context with the world of the first run.
 
         Raises:
             RuntimeError: if a weight of F was changed or replaced meanwhile.
         """
-        inventory = Inventory(self.layers)
-        self._check_weights(inventory)
+        self._check_weights()
+        if self._states or self._buffers or self._inventory.flags() != self._flags:
+            return self._all_exchanged()
+        if self._autocast or autocast_state():
+            return self._all_exchanged()
+        return COUNTED
+
+    @contextlib.contextmanager
+    def _all_exchanged(self) -> Iterator[None]:
+        # Generators, buffers and flags belong to all threads, so only one thread at a
+        # time may have others than today's.
         shared: Any = contextlib.nullcontext()
-        if self._states or self._buffers or inventory.flags() != self._flags:
-            shared = _exchange
-        with shared, contextlib.ExitStack() as stack:
-            stack.enter_context(self._exchanged(inventory))
-            if self._autocast or _autocast_state():
-                for context in _autocast_contexts(self._autocast):
-                    stack.enter_context(context)
+        if self._states or self._buffers or self._inventory.flags() != self._flags:
+            shared = EXCHANGE
+        with shared, COUNTED, contextlib.ExitStack() as stack:
+            stack.enter_context(self._exchanged(self._inventory))
+            for context in autocast_contexts(self._autocast):
+                stack.enter_context(context)
             yield
 
     @contextlib.contextmanager
@@ -214,7 +155,6 @@ class Replay:
         restore: list[Any] = []
         flags = inventory.flags()
         outer = {g: g.get_state() for g in self._states}
-        _world.recomputing += 1
         try:
             if flags != self._flags:
                 for module, flag in zip(inventory.modules, self._flags, strict=True):
@@ -227,7 +167,6 @@ class Replay:
                 generator.set_state(state)
             yield
         finally:
-            _world.recomputing -= 1
             for generator, state in outer.items():
                 generator.set_state(state)
             for module, name, value in restore:
@@ -256,19 +195,15 @@ class Replay:
                 "set back in a graph (CounterDropout needs none)"
             )
 
-    def _check_weights(self, inventory: Inventory) -> None:
-        mine = self._inventory.owned
-        same = len(inventory.owned) == len(mine) and all(
-            new is old or is_sharded(old)
-            for new, old in zip(inventory.owned, mine, strict=True)
-        )
-        if not same or len(inventory.modules) != len(self._flags):
+    def _check_weights(self) -> None:
+        if not self._inventory.stands():
             raise RuntimeError(
                 f"reversible: expected {self.name} to keep its weights until the "
                 "backward pass, but got others (was it called through "
                 "functional_call, or a parameter replaced?)"
             )
-        for tensor, version in zip(mine, self._versions, strict=True):
+        for tensor in self._inventory.owned:
+            version = self._versions[id(tensor)]
             if tensor._version != version:
                 raise RuntimeError(
                     f"reversible: expected the weights of {self.name} unchanged until "
@@ -319,50 +254,3 @@ class Replay:
                 self._buffers.append((module, name, buffer))
         if known is None:
             self.learned.changed[key] = tuple(changed)
-
-
-class _World(threading.local):
-    """What this thread is doing."""
-
-    #: Nested recomputes.
-    recomputing = 0
-
-
-_world = _World()
-#: Held while generators, buffers or flags are those of an earlier run.
-_exchange = threading.RLock()
-
-
-def is_recomputing() -> bool:
-    """Tell whether this thread runs a function of a block for the second time.
-
-    A forward hook on F, for instance, is called in both runs.
-
-    Example:
-        >>> from torch_sm3.reversible import is_recomputing
-        >>> is_recomputing()
-        False
-    """
-    return _world.recomputing > 0
-
-
-def _device_types() -> tuple[str, ...]:
-    return ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
-
-
-def _autocast_state() -> dict[str, torch.dtype]:
-    return {
-        kind: torch.get_autocast_dtype(kind)
-        for kind in _device_types()
-        if torch.is_autocast_enabled(kind)
-    }
-
-
-def _autocast_contexts(first: dict[str, torch.dtype]) -> list[torch.autocast]:
-    contexts = []
-    for kind in _device_types():
-        if kind in first:
-            contexts.append(torch.autocast(kind, first[kind], cache_enabled=False))
-        elif torch.is_autocast_enabled(kind):
-            contexts.append(torch.autocast(kind, enabled=False))
-    return contexts

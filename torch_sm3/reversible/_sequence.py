@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, overload
 
 import torch
@@ -20,19 +21,20 @@ from torch_sm3.reversible._block import (
 )
 from torch_sm3.reversible._call import Call
 from torch_sm3.reversible._drift import Drift, DriftMonitor
-from torch_sm3.reversible._exact import on_grid, rule_of
+from torch_sm3.reversible._exact import entering, rule_of
 from torch_sm3.reversible._hooks import has_hooks, run_inside
+from torch_sm3.reversible._inventory import Inventory
 from torch_sm3.reversible._ledger import Ledger, Options, Stats
 from torch_sm3.reversible._moves import halves
 from torch_sm3.reversible._plan import (
     PlanEntry,
+    check_kinds,
     check_plan,
-    check_streams,
+    check_precision,
     entries_of,
     settings_checked,
 )
 from torch_sm3.reversible._region import eager_region, load_compiler
-from torch_sm3.reversible._replay import Inventory
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Half, Step, is_stream
 from torch_sm3.reversible._surroundings import check_surroundings, needs_graph
@@ -206,10 +208,11 @@ class ReversibleSequence(Block):
         check_count("ReversibleSequence", self.n_in, items)
         context = Side(side)
         check_names("ReversibleSequence", context, self)
-        if self.exact == "grid":
+        if self.exact != "none":
+            check_kinds(self, items)
             for i in changed_items(self, len(items)):
                 if is_stream(items[i]):
-                    items[i] = on_grid(items[i], self.grid_bits)
+                    items[i] = entering(items[i], self.exact, self.grid_bits)
         if plain or not self._wants_grad([*items, *context.tensors]):
             aux = self._run_plainly(items, context)
         else:
@@ -262,8 +265,9 @@ class ReversibleSequence(Block):
         plans = [entry.plan for entry in self._plans(stack, side)]
         if all(plan == "store" for plan in plans):
             return self._run_plainly(items, context, merge=True)
-        check_surroundings([*items, *context.tensors, *self.parameters()])
-        check_streams(self, items, plans)
+        check_surroundings(chain(items, context.tensors, self.parameters()))
+        check_kinds(self, items)
+        check_precision(self, items, plans)
         options = Options(
             self.exact, self.grid_bits, self.overflow, self.generators, self.monitor
         )

@@ -241,7 +241,7 @@ class _Split(Function):
         ctx.set_materialize_grads(False)
         ctx.layer, ctx.rng, ctx.training = layer, rng, training
         ctx.n_inputs, ctx.n_tensors = n_inputs, len(tensors)
-        ctx.autocast = _Autocast(tensors[0].device.type)
+        ctx.autocast = AutocastState(tensors[0].device.type)
         assert output is not None
         return output
 
@@ -276,7 +276,7 @@ class _Split(Function):
         return (*none, *inputs_grad, *weights_grad)
 
 
-class _Autocast:
+class AutocastState:
     """The autocast setting of one device type at construction."""
 
     __slots__ = ("_dtype", "_enabled", "_kind")

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from torch_sm3.reversible._functions import Function
+from torch_sm3.reversible._inventory import Learned
 from torch_sm3.reversible._moves import Move
-from torch_sm3.reversible._replay import Learned
 from torch_sm3.reversible._rules import Rule
 from torch_sm3.reversible._side import Side, declared_names
 

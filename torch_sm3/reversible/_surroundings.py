@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from torch_sm3.reversible._replay import is_sharded
+from torch_sm3.reversible._inventory import is_sharded
 
 
 def check_surroundings(items: Iterable[Any]) -> None:

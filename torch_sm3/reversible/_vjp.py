@@ -4,36 +4,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from torch_sm3.reversible._replay import Replay
 
 
+class Roots(NamedTuple):
+    """Where a graph is differentiated, without the tensors that are there."""
+
+    edges: list[GradientEdge]
+    grads: list[Tensor]
+
+
+def roots_of(values: Sequence[Any], grads: Sequence[Tensor | None]) -> Roots:
+    """Return the roots among ``values`` to which a gradient arrives."""
+    roots = Roots([], [])
+    for value, grad in zip(values, grads, strict=True):
+        if grad is not None and value.requires_grad:
+            roots.edges.append(get_gradient_edge(value))
+            roots.grads.append(grad.to(value.dtype))
+    return roots
+
+
 def vjp(
-    replay: Replay,
-    values: Sequence[Any],
-    grads: Sequence[Tensor | None],
-    inputs: Sequence[Tensor],
-    needs: Sequence[bool],
+    replay: Replay, roots: Roots, inputs: Sequence[Tensor], needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return the gradients of ``inputs``, None where none is needed or none arrives."""
     result: list[Tensor | None] = [None] * len(needs)
     wanted = [i for i, need in enumerate(needs) if need]
-    pairs = [
-        (value, grad.to(value.dtype))
-        for value, grad in zip(values, grads, strict=True)
-        if grad is not None and value.requires_grad
-    ]
-    if not pairs or not wanted:
+    if not roots.edges or not wanted:
         return result
-    values, grads = zip(*pairs, strict=True)
     with _SuspendedHooks(replay.owned):
         found = torch.autograd.grad(
-            values, [inputs[i] for i in wanted], grads, allow_unused=True
+            roots.edges,
+            [inputs[i] for i in wanted],
+            roots.grads,
+            allow_unused=True,
         )
     for i, grad in zip(wanted, found, strict=True):
         result[i] = grad

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torch_sm3.reversible._bare import leaf, same_bits, with_bare_graph
+from torch_sm3.reversible._block import Block
 from torch_sm3.reversible._exact import Correction, Watch, record_sidecar
 from torch_sm3.reversible._ledger import Ledger
-from torch_sm3.reversible._record import Grads, Record, leaf, same_bits, with_bare_graph
+from torch_sm3.reversible._record import Grads, Record
 from torch_sm3.reversible._steps import Whole, is_stream
-from torch_sm3.reversible._vjp import undeclared, vjp
+from torch_sm3.reversible._vjp import roots_of, undeclared, vjp
 
 
 class WholeRecord(Record):
@@ -66,7 +69,7 @@ class WholeRecord(Record):
                     bare = step.run(context, kwargs)
                 self.with_grad = not same_bits(_tensors(outputs), _tensors(bare))
                 learned.grad_matters = self.with_grad
-            if ledger.options.exact == "sidecar":
+            if ledger.options.exact == "sidecar" and not self.kept:
                 self._record_sidecars(context, outputs, ledger, watch)
         return outputs, ()
 
@@ -80,7 +83,7 @@ class WholeRecord(Record):
         watch: Watch,
         hooks: Any,
         again: bool,
-    ) -> None:
+    ) -> tuple[Any, ...]:
         """Run the block as a part of the outer graph; see :class:`HalfRecord`."""
         step = self.step
 
@@ -101,6 +104,7 @@ class WholeRecord(Record):
                 bare = [x.detach() if is_stream(x) else x for x in outputs]
                 self._record_sidecars(before, bare, ledger, watch)
         stack[: step.n_in] = outputs
+        return ()
 
     def again_in_graph(
         self,
@@ -198,7 +202,11 @@ class WholeRecord(Record):
             return [None] * len(needs)
         values = (side.build(self.keys, saved) or [{}])[0]
         rerun = Rerun(self, saved, needs)
-        inputs, input_grads, side_grads, param_grads = step.block.reverse_and_grad(
+        reverse = step.block.reverse_and_grad
+        if self._corrections or self.kept:
+            # What the call keeps to be exact fits the block's inverse alone.
+            reverse = partial(Block.reverse_and_grad, step.block)
+        inputs, input_grads, side_grads, param_grads = reverse(
             tuple(stack[: step.n_out]), tuple(grads), values, rerun
         )
         inputs = step.checked(inputs, step.n_in)
@@ -267,14 +275,10 @@ class Rerun:
             outputs = record.step.run(arguments, [kwargs] if kwargs else [])
         values = [y for y in outputs if is_stream(y)]
         grads = [g for y, g in zip(outputs, output_grads, strict=True) if is_stream(y)]
+        roots = roots_of(values, grads)
+        inputs_of = [*leaves, *self.params]
         with record.memory.differentiating(self._saved):
-            found = vjp(
-                record.replay,
-                values,
-                grads,
-                [*leaves, *self.params],
-                self._needs,
-            )
+            found = vjp(record.replay, roots, inputs_of, self._needs)
         result = iter(found)
         inputs_grads = tuple(
             [next(result) if isinstance(x, Tensor) else None for x in inputs]

@@ -185,7 +185,7 @@ class _Follower:
         self, layer: Layer, run: Callable[[Sequence[Any]], list[Any]], stack: list[Any]
     ) -> None:
         known = [*stack, *self._shapes.weights(layer.module).values()]
-        with self._shapes.running():
+        with self._shapes.running(layer.module):
             peak = peak_of_product(lambda: run(stack), known)
         work = peak - n_bytes(layer.trainable)
         self._sizes.work = max(self._sizes.work, work)

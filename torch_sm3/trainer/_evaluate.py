@@ -10,7 +10,7 @@ from torch_sm3.trainer._exact import Reversal
 from torch_sm3.trainer._layers import StandardLayers
 from torch_sm3.trainer._seeds import fold, seeded
 from torch_sm3.trainer._store import loss_call
-from torch_sm3.trainer._walk import Plan
+from torch_sm3.trainer._track import Plan
 
 
 def evaluate(plan: Plan, stack: Sequence[Any], seed: int, microbatch: int) -> Any:
@@ -25,11 +25,11 @@ def evaluate(plan: Plan, stack: Sequence[Any], seed: int, microbatch: int) -> An
                 assert isinstance(layer.module, StandardLayers)
                 items = layer.module.run(items)[0]
             elif layer.kind == "reversible":
-                items = plan.entry.quantized(layer, items)
+                items = plan.entry.enter(layer, items)
                 places = plan.side.of(layer, items)
                 side = {name: items[place] for name, place in places.items()}
                 needs = [False] * len(items)
-                run = Reversal(layer, plan.exact)
+                run = Reversal(layer, plan.exact, plan.stats)
                 items, more = run.forward(items, side, needs)
                 aux += more
             else:

@@ -12,9 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 from torch_sm3.reversible import Block, LayerRun, ReversibleSequence
 from torch_sm3.reversible._block import changed_items, has_aux
-from torch_sm3.reversible._exact import on_grid
+from torch_sm3.reversible._exact import entering
+from torch_sm3.reversible._ledger import Stats
 from torch_sm3.reversible._moves import Move
 from torch_sm3.reversible._plain import run_step
+from torch_sm3.reversible._plan import check_kinds, check_precision
 from torch_sm3.reversible._side import Side
 from torch_sm3.reversible._steps import Step
 from torch_sm3.trainer._gradients import is_floating, without_autocast
@@ -28,47 +30,56 @@ StoreRun = Callable[[list[Any], dict[str, Any]], tuple[list[Any], list[Any]]]
 
 
 class Entry:
-    """Puts streams on the grid where reversible layers begin.
+    """Checks streams, and puts them on the grid, where reversible layers begin.
 
     Args:
         model: the layers.
         exact: how streams are kept exact.
+        plan: "reversible" or "store".
+
+    Raises:
+        ValueError: for an unknown mode, or a block that the grid does not serve.
     """
 
-    def __init__(self, model: Model, exact: str) -> None:
-        self._sections: dict[int, list[Block]] = {}
-        if exact == "grid":
-            for _, reversible in model.blocks:
-                if reversible:
-                    self._sections.setdefault(reversible[0].index, []).extend(
-                        _block(layer) for layer in reversible
-                    )
+    def __init__(self, model: Model, exact: str, plan: str) -> None:
+        self._exact = exact
+        self._plan = plan
+        #: By the index of their first layer, the layers that follow each other.
+        self._sections: dict[int, ReversibleSequence] = {}
+        for _, reversible in model.blocks:
+            if reversible:
+                self._sections[reversible[0].index] = ReversibleSequence(
+                    *map(_block, reversible),
+                    exact=exact,
+                    grid_bits=GRID_BITS,
+                    plan=plan,
+                )
 
-    def quantized(self, layer: Layer, items: list[Any]) -> list[Any]:
+    def enter(self, layer: Layer, items: list[Any]) -> list[Any]:
         """Return the stack that a layer takes.
 
         Args:
             layer: a reversible one.
             items: the stack; is not modified.
+
+        Raises:
+            ValueError: for streams whose precision does not permit so many layers, or
+                on several devices.
+            TypeError: for streams that the exact mode does not know.
+            NotImplementedError: for a layout other than dense.
         """
         section = self._sections.get(layer.index)
         if section is None:
             return items
+        check_kinds(section, items)
+        check_precision(section, items, [self._plan] * len(section))
+        if self._exact == "none":
+            return items
         result = list(items)
         for i in changed_items(section, len(items)):
             if is_floating(items[i]):
-                result[i] = on_grid(items[i], GRID_BITS)
+                result[i] = entering(items[i], self._exact, GRID_BITS)
         return result
-
-
-def check_exact(model: Model, exact: str) -> None:
-    """Check that an exact mode serves all reversible layers.
-
-    Raises:
-        ValueError: for an unknown mode, or a block that the grid does not serve.
-    """
-    blocks = [_block(la) for la in model.layers if la.kind == "reversible"]
-    ReversibleSequence(*blocks, exact=exact, grid_bits=GRID_BITS, plan="store")
 
 
 def store_run(layer: Layer, exact: str) -> StoreRun:
@@ -94,12 +105,18 @@ class Reversal:
     Args:
         layer: the layer.
         exact: how streams are kept exact.
+        stats: counts of halves whose input was kept; updated.
     """
 
-    def __init__(self, layer: Layer, exact: str) -> None:
+    def __init__(self, layer: Layer, exact: str, stats: Stats) -> None:
         self._layer = layer
         self._run = LayerRun(
-            _block(layer), exact, GRID_BITS, monitor=layer.monitor, name=layer.name
+            _block(layer),
+            exact,
+            GRID_BITS,
+            stats=stats,
+            monitor=layer.monitor,
+            name=layer.name,
         )
 
     @property
@@ -149,6 +166,11 @@ class Reversal:
         if self._layer.monitor is not None and self._run.drift:
             self._layer.monitor.judge(self._run.drift)
         return found.inputs, found.input_grads, found.side_grads, found.param_grads
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The tensors that the call keeps: sidecars and remembered ones."""
+        return list(self._run.kept)
 
     @property
     def drift(self) -> Tensor | None:

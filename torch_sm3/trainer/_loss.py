@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 
-from torch_sm3.reversible._replay import Learned
+from torch_sm3.reversible._inventory import Learned
 from torch_sm3.trainer._layers import StandardLayers
 from torch_sm3.trainer._standard import Rerun, track
 

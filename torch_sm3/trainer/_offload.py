@@ -282,30 +282,3 @@ class _Kept:
 
     def __init__(self, parked: tuple[Tensor, Any] | None) -> None:
         self.parked = parked
-
-
-def defragment(
-    device: torch.device, tensors: Sequence[Any], foreign: Sequence[Tensor]
-) -> None:
-    """Send tensors to the host, empty the caching allocator, and fetch them again.
-
-    Args:
-        device: of the tensors to be moved.
-        tensors: what the caller holds there; others than tensors are left alone.
-        foreign: tensors of somebody else, whose memory is not touched.
-    """
-    theirs = {tensor.untyped_storage().data_ptr() for tensor in foreign}
-    mine = {
-        id(tensor): tensor
-        for tensor in tensors
-        if isinstance(tensor, Tensor)
-        and tensor.device == device
-        and not tensor.is_sparse
-        and tensor.untyped_storage().data_ptr() not in theirs
-    }
-    for tensor in mine.values():
-        tensor.data = torch.empty_like(tensor.detach(), device="cpu").copy_(tensor)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    for tensor in mine.values():
-        tensor.data = torch.empty_like(tensor.detach(), device=device).copy_(tensor)

@@ -66,9 +66,13 @@ class Reducer:
         from torch_sm3 import distributed
 
         self._group, subset = distributed.own_group(group)
+        groups = [self._group]
         if adasum:
-            self._adasum = distributed.AdasumState(self._group)
-        self.close = weakref.finalize(self, _close, self._adasum, self._group, subset)
+            if device.type != "cpu":
+                # Adasum runs on the CPU, over Gloo.
+                groups.append(distributed.own_group(group, backend="gloo")[0])
+            self._adasum = distributed.AdasumState(groups[-1])
+        self.close = weakref.finalize(self, _close, self._adasum, groups, subset)
 
     def start(self, parameters: Sequence[nn.Parameter], grads: Grads) -> Pending:
         """Begin to combine the gradients of one layer; collective.
@@ -160,7 +164,6 @@ class Reducer:
 
         *grads, has = tensors
         flag = self._sum(has)
-        # Adasum runs on the CPU, over Gloo.
         on_host = [grad.cpu() for grad in grads]
         future = distributed.adasum_all_reduce(
             on_host, state=self._adasum, async_op=True
@@ -208,11 +211,13 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _close(state: Any, group: Any, subset: bool) -> None:
+def _close(state: Any, groups: Sequence[Any], subset: bool) -> None:
     if state is not None:
         state.close()
     if subset:
         # Up to torch 2.13 the next group of these ranks would get the same name.
         return
+    # The user may have destroyed all groups before.
     with contextlib.suppress(ValueError, AssertionError):
-        dist.destroy_process_group(group)
+        for group in groups:
+            dist.destroy_process_group(group)

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,17 +19,16 @@ from torch_sm3.trainer._base import (
 from torch_sm3.trainer._batch import Microbatch
 from torch_sm3.trainer._contract import Contract, Terms, contract_of
 from torch_sm3.trainer._evaluate import evaluate
-from torch_sm3.trainer._exact import check_exact
-from torch_sm3.trainer._layers import Blocks, Layer, Model
+from torch_sm3.trainer._layers import Blocks, Model
 from torch_sm3.trainer._logging import StepLog
-from torch_sm3.trainer._offload import Carrier, HostOffload, Resident, defragment
+from torch_sm3.trainer._offload import HostOffload, Resident
 from torch_sm3.trainer._optimizers import attach
-from torch_sm3.trainer._reduce import Grads, Pending
+from torch_sm3.trainer._passes import Passes
 from torch_sm3.trainer._scale import Scale
 from torch_sm3.trainer._side import SideItems
 from torch_sm3.trainer._slots import nesting_of
+from torch_sm3.trainer._track import Plan
 from torch_sm3.trainer._update import Updates
-from torch_sm3.trainer._walk import Plan, Walk
 
 OptimizerFn = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -150,8 +147,7 @@ class ReversibleTrainer(TrainerBase):
         self._n_async = n_async_layers
         self._n_prefetch = n_prefetch_layers
         self._defragments = free_accelerator_on_step
-        self._parks = clip_strategy == "host_grads"
-        check_exact(model, exact)
+        self._waiting = clip_strategy
         attach(op, model, optimizer_fn)
         super().__init__(
             model.layers,
@@ -180,6 +176,15 @@ class ReversibleTrainer(TrainerBase):
         """The loss layer."""
         return self._model.loss.module
 
+    @property
+    def overflows(self) -> dict[str, int]:
+        """How often an exact mode kept a stream that it could not rebuild, by layer.
+
+        Such a stream is memory beyond the contract: in grid mode one of magnitude 256
+        or more in float32.
+        """
+        return dict(self._plan.stats.overflows)
+
     def memory_contract(self, batch_signature: Any) -> Contract:
         """Return the bound of the device's memory in a step, by term.
 
@@ -196,16 +201,10 @@ class ReversibleTrainer(TrainerBase):
             n_microbatches=self._n_microbatches,
             n_prefetch=self._n_prefetch,
             n_async=self._n_async,
-            two_passes=self._needs_norm() and not self._parks,
+            two_passes=self._strategy() == "two_pass",
         )
         plan = self._plan
         return contract_of(plan.model, plan.side, plan.device, batch_signature, terms)
-
-    def _needs_norm(self) -> bool:
-        """Tell whether no layer can be updated before all gradients were seen."""
-        scaler = self._scaler
-        scales = scaler is not None and scaler.is_enabled()
-        return scales or self._limit is not None
 
     def _train(
         self,
@@ -215,112 +214,26 @@ class ReversibleTrainer(TrainerBase):
         updates: Updates,
         log: StepLog,
     ) -> list[Tensor]:
+        passes = Passes(
+            self._plan,
+            self._reducer,
+            scale,
+            updates,
+            strategy=self._strategy(),
+            n_async=self._n_async,
+            defragments=self._defragments,
+        )
         try:
             with torch.no_grad():
-                self._defragment([], parts)
-                walk = Walk(self._plan, parts, seed, scale, log)
-                two_passes = self._needs_norm() and not self._parks
-                walk.forward(two_passes)
-                if two_passes:
-                    self._two_passes(walk, scale, updates, parts)
-                elif self._needs_norm():
-                    self._parking(walk, scale, updates, parts)
-                else:
-                    self._pass(walk, parts, partial(self._update, updates, True))
-                updates.stats |= walk.drift
-                return [one.loss for one in walk.tracks if one.loss is not None]
+                return passes.run(parts, seed, log)
         finally:
             self._plan.place.finish()
 
-    def _pass(
-        self,
-        walk: Walk,
-        parts: list[Microbatch],
-        then: Callable[[Layer, Grads], None],
-        last: bool = True,
-    ) -> None:
-        """Run backwards; do ``then`` with the reduced gradients of each layer."""
-        pending: deque[tuple[Layer, Pending]] = deque()
-        reducer = self._reducer
-        limit = self._n_async if reducer.size > 1 else 0
-
-        def finish() -> None:
-            layer, one = pending.popleft()
-            grads = one.wait()
-            then(layer, grads)
-            self._plan.place.leave(layer)
-
-        def submit(layer: Layer, grads: Grads) -> None:
-            pending.append((layer, reducer.start(layer.trainable, grads)))
-            while len(pending) > limit:
-                finish()
-
-        walk.backward(submit, last, lambda: self._defragment(walk.held, parts))
-        while pending:
-            finish()
-
-    def _update(
-        self, updates: Updates, is_first: bool, layer: Layer, grads: Grads
-    ) -> None:
-        """Update a layer in the pass that sees its gradients first, or again."""
-        see = updates.measure if is_first else updates.unscale
-        see(layer, grads)
-        with self._plan.place.slots(layer):
-            updates.apply(layer, grads)
-
-    def _two_passes(
-        self, walk: Walk, scale: Scale, updates: Updates, parts: list[Microbatch]
-    ) -> None:
-        self._pass(walk, parts, updates.measure, last=False)
-        if scale.finish(self._reducer.any):
-            self._note_all(updates)
-            return
-        updates.total()
-        for one in walk.tracks:
-            one.restart()
-        self._pass(walk, parts, partial(self._update, updates, False))
-
-    def _parking(
-        self, walk: Walk, scale: Scale, updates: Updates, parts: list[Microbatch]
-    ) -> None:
-        carrier = Carrier(self._device)
-        parked: list[tuple[Layer, list[tuple[Tensor, Any] | None]]] = []
-
-        def park(layer: Layer, grads: Grads) -> None:
-            updates.measure(layer, grads)
-            parked.append((layer, [carrier.park(grad) for grad in grads]))
-
-        self._pass(walk, parts, park)
-        if scale.finish(self._reducer.any):
-            self._note_all(updates)
-            return
-        updates.total()
-        place = self._plan.place
-        layers = [layer for layer, _ in parked]
-        for i, layer in enumerate(layers):
-            place.visit(layer, layers[i + 1 :])
-            grads = [carrier.unpark(one) for one in parked[i][1]]
-            parked[i] = (layer, [])
-            with place.slots(layer):
-                updates.apply(layer, grads)
-            place.leave(layer)
-
-    def _note_all(self, updates: Updates) -> None:
-        for layer in self._layers:
-            if layer.optimizer is not None:
-                updates.note(layer)
-
-    def _defragment(self, held: list[Any], parts: list[Microbatch]) -> None:
-        if not self._defragments:
-            return
-        self._plan.place.finish()
-        tensors = [*held]
-        for layer in self._layers:
-            tensors += [*layer.owned, *layer.module.buffers()]
-            if layer.optimizer is not None:
-                for state in layer.optimizer.state.values():
-                    tensors += state.values() if isinstance(state, dict) else []
-        defragment(self._device, tensors, [x for stack, _ in parts for x in stack])
+    def _strategy(self) -> str:
+        """Return how a step goes: a layer may have to wait for all gradients."""
+        scaler = self._scaler
+        scales = scaler is not None and scaler.is_enabled()
+        return self._waiting if scales or self._limit is not None else "one_pass"
 
     def _evaluate(self, parts: list[Microbatch], seed: int) -> list[Tensor]:
         try:

@@ -50,18 +50,29 @@ class Shapes:
         return found
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Run on shapes; no generator advances."""
+    def running(self, module: nn.Module) -> Iterator[None]:
+        """Run a module on shapes; no generator advances.
+
+        An attention layer draws its seed as a number, which shapes do not have, so it
+        runs as in eval mode; its dropout masks take no memory of note.
+        """
         state = torch.get_rng_state()
+        drawing = [
+            m for m in module.modules() if m.training and hasattr(m, "draw_seed")
+        ]
         try:
+            for one in drawing:
+                one.training = False
             with self._mode:
                 yield
         finally:
+            for one in drawing:
+                one.training = True
             torch.set_rng_state(state)
 
     def call(self, module: nn.Module, items: Sequence[Any], **side: Any) -> Any:
         """Run a module on stand-ins."""
-        with self.running():
+        with self.running(module):
             return functional_call(module, self.weights(module), tuple(items), side)
 
 

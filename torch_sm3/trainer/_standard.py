@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_sm3.reversible._inventory import Inventory, Learned
 from torch_sm3.reversible._ledger import Ledger, Options, Stats
 from torch_sm3.reversible._remember import Memory
-from torch_sm3.reversible._replay import Inventory, Learned, Replay
+from torch_sm3.reversible._replay import Replay
 from torch_sm3.reversible._side import Side
-from torch_sm3.reversible._vjp import vjp
+from torch_sm3.reversible._vjp import roots_of, vjp
 from torch_sm3.trainer._gradients import is_floating, without_autocast
 
 
@@ -94,12 +95,12 @@ class Rerun:
             for value, grad in zip(values, grads, strict=True)
             if value is not None
         ]
+        roots = roots_of([value for value, _ in pairs], [grad for _, grad in pairs])
         saved = self._memory.differentiating(self._remembered)
         with without_autocast(), saved:
             found = vjp(
                 self._replay,
-                [value for value, _ in pairs],
-                [grad for _, grad in pairs],
+                roots,
                 [*inputs, *parameters],
                 [*needs, *([True] * len(parameters))],
             )

@@ -32,7 +32,7 @@ class Store:
         self._model = model
         self._side = side
         self._device = device
-        self._entry = Entry(model, exact)
+        self._entry = Entry(model, exact, "store")
         self._runs = {
             layer.index: store_run(layer, exact)
             for layer in model.layers
@@ -62,7 +62,7 @@ class Store:
     def _reversible(
         self, layer: Layer, items: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        items = self._entry.quantized(layer, items)
+        items = self._entry.enter(layer, items)
         places = self._side.of(layer, items)
         # An item that has several names is one tensor, joined once.
         unique = sorted(set(places.values()))

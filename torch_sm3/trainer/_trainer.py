@@ -16,7 +16,6 @@ from torch_sm3.trainer._base import (
     default_device,
 )
 from torch_sm3.trainer._batch import Microbatch
-from torch_sm3.trainer._exact import check_exact
 from torch_sm3.trainer._gradients import without_autocast
 from torch_sm3.trainer._layers import Blocks, Layer, Model
 from torch_sm3.trainer._logging import StepLog
@@ -146,7 +145,6 @@ class Trainer(TrainerBase):
         model = Model(op, blocks, loss_layer)
         where = default_device(model.modules, device)
         check_devices(op, model.modules, where, or_host=False)
-        check_exact(model, exact)
         attach(op, model, optimizer_fn)
         self = cls.__new__(cls)
         store = Store(model, exact, SideItems(op, model, side), where)

@@ -46,3 +46,14 @@ def test_every_way_to_step_is_timed(tmp_path: Path) -> None:
 def test_larger_models_fit_under_a_cap(tmp_path: Path) -> None:
     found = run("memory_cap.py", tmp_path / "f.json", "--check")
     assert all(figure["holds"] for figure in found["figures"])
+
+
+def test_a_trainer_stays_within_its_memory_contract(tmp_path: Path) -> None:
+    found = run("trainer_memory.py", tmp_path / "f.json", "--check")
+    assert set(found["depths"]) == {"8", "32", "64"}
+
+
+def test_a_model_bigger_than_memory_trains_with_the_same_bits(tmp_path: Path) -> None:
+    found = run("bigger_than_memory.py", tmp_path / "f.json", "--check")
+    assert len(found["ours"]["losses"]) == 20
+    assert found["ours"]["hash"] == found["store"]["hash"]

@@ -303,34 +303,6 @@ def test_reversible_row_14_growth_of_magnitudes_keeps_the_gradients():
     assert_close(got, gradients(seq, x), 1e-3)
 
 
-def test_reversible_row_19_double_backward_is_refused():
-    seq, x = couplings(1).double(), data()
-    with pytest.raises(NotImplementedError, match="create_graph"):
-        torch.autograd.grad(loss_of(seq(x, x)), x, create_graph=True)
-
-
-def test_reversible_row_26_functorch_is_refused():
-    seq = couplings(1)
-    weights = {k: v.detach() for k, v in seq.named_parameters()}
-    x = torch.randn(4, 8)
-
-    def loss(w):
-        return loss_of(torch.func.functional_call(seq, w, (x, x)))
-
-    with pytest.raises(RuntimeError):
-        torch.func.grad(loss)(weights)
-    with pytest.raises(RuntimeError):
-        torch.func.vmap(lambda x: seq(x, x)[0])(x)
-
-
-def test_forward_mode_is_refused():
-    seq, x = couplings(1), torch.randn(4, 8)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, torch.randn(4, 8))
-        with pytest.raises(RuntimeError):
-            seq(dual, x)
-
-
 def test_copy_pickle_and_state_dict_between_steps():
     seq, x = couplings(2), torch.randn(4, 8)
     loss_of(seq(x, x)).backward()
@@ -357,12 +329,3 @@ def test_new_weights_between_calls():
     seq[0].F[1] = nn.Linear(8, 16)
     loss_of(seq(x, x)).backward()
     assert seq[0].F[1].weight.grad is not None
-
-
-def test_parametrized_weight():
-    seq = couplings(2, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
-    seq, x = seq.double(), data()
-    loss_of(seq(x, x)).backward()
-    got = gradients(seq, x)
-    loss_of(plain(seq, x, x)).backward()
-    assert_close(got, gradients(seq, x), 1e-11)

@@ -12,6 +12,7 @@ from torch_sm3.reversible import (
     AdditiveCoupling,
     Block,
     HalfResidual,
+    LSHSelfAttention,
     ReversibleSequence,
     Swap,
     check_reversible,
@@ -260,3 +261,31 @@ def test_side_context_reaches_the_functions():
 def test_argument_that_is_no_block():
     with pytest.raises(TypeError, match=r"but got Linear \(argument 'module'\)"):
         check_reversible(nn.Linear(2, 2), torch.ones(1, 2))
+
+
+def test_numbers_made_of_a_choice_are_one_until_they_are_remembered():
+    def use(x, chosen):
+        return x * 0 + x.gather(-1, chosen).mean()
+
+    def shifted(self, x):
+        return use(x, (x.topk(2).indices + 1) % 8)
+
+    def kept(self, x):
+        chosen = remember((x.topk(2).indices + 1) % 8)
+        return use(x, chosen.sort().indices)
+
+    assert first(shifted)[0].choices == ("topk",)
+    assert first(kept)[0].choices == ()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_buckets_of_hashing_attention_are_no_choice(inside):
+    attention = [LSHSelfAttention(8, 2, 4, 4, chunk_len=4, n_hashes=2, n_buckets=4)]
+    attention.append(LSHSelfAttention(8, 2, 4, 4, chunk_len=4, n_hashes=2, n_buckets=4))
+    layers = [nn.LayerNorm(8)] if inside else [nn.LayerNorm(8), attention[0]]
+    block = HalfResidual(*layers, attention=attention[1] if inside else None)
+    seq = ReversibleSequence(*[b for _ in range(6) for b in (block, Swap())])
+    x = torch.randn(2, 12, 8)
+    report = check_reversible(seq, x, x.flip(1))
+    assert report.blocks[0].choices == ()
+    assert report.plan[0].plan == ("reversible" if inside else "remember")

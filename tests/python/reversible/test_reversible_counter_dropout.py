@@ -119,15 +119,29 @@ def test_wrong_rate(p):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_captured_graph_drops_others_at_every_replay():
+def test_reversible_row_22_counter_dropout_in_a_captured_graph():
+    linear = nn.Linear(8, 64, device="cuda")
     dropout = CounterDropout(0.5, seed=0).cuda()
-    x = torch.ones(64, device="cuda")
-    dropout(x)
+    x = torch.randn(4, 8, device="cuda")
+
+    def step():
+        y = dropout(linear(x))
+        return [y, *torch.autograd.grad(y.square().sum(), linear.parameters())]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()  # what libraries allocate on their first call
+    stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = dropout(x)
-    dropout.counter.zero_()
-    host = CounterDropout(0.5, seed=0)
-    for _ in range(3):
-        graph.replay()
-        assert torch.equal(y.cpu(), host(x.cpu()))
+        captured = step()
+    for start in (0, 7):
+        results = []
+        for run in (graph.replay, step):
+            dropout.counter.fill_(start)
+            steps = [run() or captured for _ in range(3)]
+            assert dropout.counter == start + 3
+            results.append([t.clone() for t in steps[-1]])
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a == 0, b == 0)
+            torch.testing.assert_close(a, b)

@@ -551,7 +551,7 @@ def test_concatenation_outside_a_sequence_knows_halves_only():
     joined = torch.randn(2, 6)
     left, right = inverse(ConcatenatePair(), joined, joined)
     assert torch.equal(torch.cat([left, right], -1), joined)
-    with pytest.raises(ValueError, match="even size.*but got 5"):
+    with pytest.raises(ValueError, match=r"even size.*but got 5"):
         inverse(ConcatenatePair(), joined[:, :5], joined[:, :5])
 
 

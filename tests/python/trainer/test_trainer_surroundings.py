@@ -18,7 +18,12 @@ from helpers.trainer_models import (
 )
 from torch import nn
 
-from torch_sm3.reversible import AdditiveCoupling, HalfResidual, remember
+from torch_sm3.reversible import (
+    AdditiveCoupling,
+    HalfResidual,
+    MomentumCoupling,
+    remember,
+)
 from torch_sm3.trainer import ReversibleTrainer, Trainer
 
 KINDS = ["reversible", "store"]
@@ -249,3 +254,57 @@ def test_peak_does_not_grow_with_depth():
         peaks.append(read.peak)
     # A generator state for each layer that is run is all that is added.
     assert peaks[1] - peaks[0] < 12 * 12_000
+
+
+def test_streams_beyond_the_grid_are_kept_and_counted():
+    torch.manual_seed(0)
+
+    def made(cls):
+        torch.manual_seed(0)
+        layers = [AdditiveCoupling(mlp(0), mlp(0)) for _ in range(2)]
+        return cls(
+            [([], layers)], Sum(), lambda p: torch.optim.SGD(p, lr=1e-3), exact="grid"
+        )
+
+    one, other = made(ReversibleTrainer), made(Trainer.from_blocks)
+    x = torch.randn(3, WIDTH)
+    assert_equal([one.one_step((x, x), rng=0)[0]], [other.one_step((x, x), rng=0)[0]])
+    assert one.overflows == {}
+    big = torch.full((3, WIDTH), 1e4).addcmul(x, x)
+    for trainer in (one, other):
+        trainer.one_step((big, x), rng=0)
+    assert one.overflows == {"layer 0 (AdditiveCoupling)": 1,
+                             "layer 1 (AdditiveCoupling)": 1}  # fmt: skip
+    assert_equal(state(one), state(other))
+
+
+def test_streams_of_low_precision_need_an_exact_mode():
+    def made(depth, exact):
+        layers = [AdditiveCoupling(mlp(0), mlp(0)) for _ in range(depth)]
+        for layer in layers:
+            layer.bfloat16()
+        return ReversibleTrainer(
+            [([], layers)], Sum(), lambda p: torch.optim.SGD(p, lr=0.1), exact=exact
+        )
+
+    x = torch.randn(3, WIDTH).bfloat16()
+    with pytest.raises(ValueError, match="at most 4 reversible blocks on"):
+        made(5, "none").one_step((x, x))
+    made(4, "none").one_step((x, x))
+    made(5, "sidecar").one_step((x, x))
+    with pytest.raises(TypeError, match="float32 or float64 streams for exact='grid'"):
+        made(2, "grid").one_step((x, x))
+
+
+def test_a_grid_needs_additive_layers_and_momentum_a_warning():
+    layers = [MomentumCoupling(mlp(0), gamma=0.1) for _ in range(9)]
+
+    def made(exact):
+        return ReversibleTrainer(
+            [([], layers)], Sum(), lambda p: torch.optim.SGD(p, lr=0.1), exact=exact
+        )
+
+    with pytest.raises(ValueError, match="additive blocks for exact='grid'"):
+        made("grid")
+    with pytest.warns(RuntimeWarning, match="multiplies rounding errors"):
+        made("none")
