@@ -217,7 +217,8 @@ def record_sidecar(
             narrow = narrow[: needed[0]].clone()
             wide = wide[: needed[1]].clone()
     else:
-        hit = (used > torch.tensor(room, device=used.device)).any()
+        # Numbers, not a tensor: a copy from the host cannot be captured.
+        hit = (used[0] > room[0]) | (used[1] > room[1])
     _watch_hit(hit, exact, correction, ledger, name, watch)
     if correction.kept is None:
         correction.sidecar = ledger.keep_all([codes, narrow, wide, offsets])
