@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from torch_sm3.reversible._bare import refused_writes
 from torch_sm3.reversible._exact import Watch
 from torch_sm3.reversible._half import HalfRecord
 from torch_sm3.reversible._ledger import Ledger
@@ -97,13 +98,16 @@ class GraphStep:
         by_place = dict(zip(record.places, side, strict=True))
         kwargs = ledger.side.build(record.keys, by_place)
         hooks: Any = contextlib.nullcontext()
+        regions: Any = contextlib.nullcontext()
         if not self._store:
             hooks = self._handles()
+            regions = record.memory.noting_regions(self._call)
         run: Any = record.first_in_graph
         if isinstance(record, HalfRecord):
             self._acc_needs = stack[record.step.acc].requires_grad
             run = partial(run, store=self._store)
-        return run(stack, context, kwargs, tensors, ledger, watch, hooks, again)
+        with refused_writes(record.name), regions:
+            return run(stack, context, kwargs, tensors, ledger, watch, hooks, again)
 
     @contextlib.contextmanager
     def _handles(self) -> Iterator[None]:
