@@ -105,5 +105,6 @@ class Learned:
         self.undeclared: tuple[Any, ...] | None = None
         #: Whether F returned other bits with grad than without; None: not known yet.
         self.grad_matters: bool | None = None
-        #: Whether F drew random numbers on a CUDA device.
-        self.draws_on_cuda = False
+        #: For each training-flag pattern, whether F drew random numbers on a CUDA
+        #: device.
+        self.draws_on_cuda: dict[tuple[bool, ...], bool] = {}

@@ -112,7 +112,9 @@ class Replay:
             if not torch.equal(state, states[generator]):
                 self._states[generator] = states[generator]
                 states[generator] = state
-                self.learned.draws_on_cuda |= generator.device.type == "cuda"
+        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+            draws = any(g.device.type == "cuda" for g in self._states)
+            self.learned.draws_on_cuda[self._flags] = draws
         for item, version in zip(arguments, versions, strict=True):
             if item._version != version:
                 raise RuntimeError(
@@ -188,11 +190,13 @@ class Replay:
         return found
 
     def _check_capture(self) -> None:
-        if self.learned.draws_on_cuda:
+        draws = self.learned.draws_on_cuda.get(self._flags)
+        if draws is not False:
+            what = "one that does" if draws else "one that has not run before"
             raise RuntimeError(
-                f"reversible: expected {self.name} to draw no random numbers under "
-                "CUDA graph capture, but got an F that does: its generator cannot be "
-                "set back in a graph (CounterDropout needs none)"
+                f"reversible: expected F of {self.name} to draw no random numbers "
+                f"under CUDA graph capture, but got {what}: a generator cannot be set "
+                "back in a graph (CounterDropout needs none)"
             )
 
     def _check_weights(self) -> None:

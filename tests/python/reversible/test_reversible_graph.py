@@ -18,6 +18,7 @@ from helpers.reversible_models import (
     plain,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from torch_sm3.reversible import (
     AdditiveCoupling,
@@ -25,6 +26,7 @@ from torch_sm3.reversible import (
     MomentumCoupling,
     ReversibleSequence,
     is_recomputing,
+    remember,
 )
 
 
@@ -205,6 +207,37 @@ def test_a_call_without_backward_needs_no_collector():
         assert all(ref() is None for ref in refs)
     finally:
         gc.enable()
+
+
+class Region(nn.Module):
+    """Chooses in a checkpointed region."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def inner(self, x):
+        y = self.linear(x)
+        return y * remember(y > 0, "mask")
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"exact": "sidecar"}, {"plan": "checkpoint"}])
+def test_a_choice_in_a_checkpointed_region(options):
+    seq, x = couplings(2, Region, engine="graph", **options).double(), data()
+    loss_of(seq(x, x)).backward()
+    got = gradients(seq, x)
+    loss_of(plain(seq, x, x)).backward()
+    assert_close(got, gradients(seq, x), 1e-11)
+
+
+@pytest.mark.parametrize("exact", ["none", "grid", "sidecar"])
+def test_empty_streams(exact):
+    seq, x = couplings(2, exact=exact, engine="graph"), torch.randn(0, 8)
+    loss_of(seq(x, x)).backward()
+    assert all(not grad.any() for grad in gradients(seq))
 
 
 def test_error_in_the_recompute_can_be_followed_by_another_pass():
