@@ -23,7 +23,9 @@ from torch_sm3.reversible import (
     AdditiveCoupling,
     DriftError,
     DriftMonitor,
+    HalfResidual,
     ReversibleSequence,
+    Select,
 )
 
 engines = pytest.mark.parametrize("engine", ENGINES)
@@ -196,6 +198,15 @@ def test_a_second_pass_over_one_call_reports_anew():
     for retain in (True, False):
         loss.backward(retain_graph=retain)
         assert len(seq.drift) == 4
+
+
+def test_nodes_out_of_order_report_once():
+    blocks = [HalfResidual(mlp()), Select([2, 3, 0, 1]), HalfResidual(mlp())]
+    seq = ReversibleSequence(*blocks, engine="node", monitor=DriftMonitor())
+    y = seq(*[torch.randn(4, 8, requires_grad=True) for _ in range(4)])
+    y[2].grad_fn._set_sequence_nr(y[0].grad_fn._sequence_nr() + 1)
+    torch.autograd.backward([y[0].sum(), y[2].sin().sum()])
+    assert [drift.block for drift in seq.drift] == ["block 0", "block 2"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
