@@ -35,6 +35,21 @@ class TanhMLP(nn.Module):
         return torch.tanh(x @ self.w) @ self.u
 
 
+class Wide(TanhMLP):
+    """The oracle's function, with values of twice the width."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__(width, hidden)
+        self.u = nn.Parameter(torch.randn(hidden, 2 * width) / hidden**0.5)
+
+
+class Pair(Wide):
+    """The same values as a pair."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x).chunk(2, -1)
+
+
 def mlp(width: int = 8, dropout: float = 0.0, norm: bool = True) -> nn.Sequential:
     """A pre-norm MLP, as in a transformer."""
     return nn.Sequential(
@@ -172,6 +187,26 @@ def assert_equal(left: Sequence[Any], right: Sequence[Any]) -> None:
         assert (a is None) == (b is None), i
         if isinstance(a, Tensor):
             assert torch.equal(a, b), f"{i}: {(a - b).abs().max()}"
+
+
+def pair(
+    blocks: Sequence[Any], engine: str, **options: Any
+) -> tuple[ReversibleSequence, ReversibleSequence]:
+    """A sequence and its store run, of the same engine and blocks."""
+    seq = ReversibleSequence(*blocks, engine=engine, **options)
+    return seq, ReversibleSequence(*blocks, engine=engine, plan="store", **options)
+
+
+def assert_exact(
+    blocks: Sequence[Any], engine: str, stack: Sequence[Any], **options: Any
+) -> tuple[ReversibleSequence, Any]:
+    """Compare with the store run bit for bit; return the sequence and its results."""
+    seq, store = pair(blocks, engine, **options)
+    for seed in range(2):  # the first call learns, the second knows
+        got, want = step(seq, seq, stack, seed), step(store, seq, stack, seed)
+        assert_equal(got[0], want[0])
+        assert_equal(got[1], want[1])
+    return seq, got
 
 
 def couplings(

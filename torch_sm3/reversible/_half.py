@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_sm3.reversible._bare import detached, leaf, same_bits, with_bare_graph
-from torch_sm3.reversible._drift import Sample
+from torch_sm3.reversible._drift import Drift, Sample
 from torch_sm3.reversible._exact import (
     Correction,
     Watch,
@@ -29,7 +29,15 @@ from torch_sm3.reversible._vjp import roots_of, undeclared, vjp
 class HalfRecord(Record):
     """One half-residual of one call."""
 
-    __slots__ = ("_correction", "_note", "_report", "_sample", "rule", "step")
+    __slots__ = (
+        "_correction",
+        "_drift",
+        "_note",
+        "_report",
+        "_sample",
+        "rule",
+        "step",
+    )
 
     def __init__(self, step: Half, name: str, ledger: Ledger, position: int) -> None:
         super().__init__(step, name, ledger, position)
@@ -40,6 +48,7 @@ class HalfRecord(Record):
         self._correction = Correction()
         self._sample: Sample | None = None
         self._report = ledger.report
+        self._drift: Drift | None = None
 
     def first(
         self, stack: list[Any], ledger: Ledger, watch: Watch
@@ -289,6 +298,12 @@ class HalfRecord(Record):
         add_weight_grads(weights, found, inputs, needs)
         return acc_grad, found
 
+    def _compare(self, sample: Sample, acc: Tensor) -> None:
+        # Nodes that run out of order rebuild a stream several times in a pass.
+        if not any(drift is self._drift for drift in self._report):
+            self._drift = sample.compare(acc, self.name)
+            self._report.append(self._drift)
+
     def _restored(
         self, out: Tensor, values: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Tensor:
@@ -302,5 +317,5 @@ class HalfRecord(Record):
                     lambda: self.rule.invert(out, values), saved
                 )
             if self._sample is not None:
-                self._report.append(self._sample.compare(acc, self.name))
+                self._compare(self._sample, acc)
         return acc

@@ -36,7 +36,8 @@ def vjp(
 ) -> list[Tensor | None]:
     """Return the gradients of ``inputs``, None where none is needed or none arrives."""
     result: list[Tensor | None] = [None] * len(needs)
-    wanted = [i for i, need in enumerate(needs) if need]
+    # A weight may have been frozen since the first run; autograd passes it over.
+    wanted = [i for i, need in enumerate(needs) if need and inputs[i].requires_grad]
     if not roots.edges or not wanted:
         return result
     with _SuspendedHooks(replay.owned):

@@ -153,6 +153,21 @@ def test_without_grad_there_is_no_node(grads):
     assert y[0].grad_fn is None and not y[0].requires_grad
 
 
+def test_weights_that_are_frozen_before_the_backward_pass():
+    """As in adversarial training; autograd passes them over."""
+    seq, x = couplings(2, engine="node").double(), data()
+    weight = seq[0].F[1].weight
+    results = []
+    for run in (seq, lambda *s: plain(seq, *s)):
+        weight.requires_grad_()
+        loss = loss_of(run(x, x))
+        weight.requires_grad_(False)
+        loss.backward()
+        results.append(gradients(seq, x))
+    assert weight.grad is None
+    assert_close(*results, 1e-11)
+
+
 def test_autograd_grad_of_some_inputs():
     seq, x = couplings(3).double(), data()
     weight = seq[1].G[4].weight

@@ -3,61 +3,38 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from helpers.reversible_models import (
     BLOCKS,
     ENGINES,
+    Pair,
     TanhMLP,
+    Wide,
     assert_close,
     assert_equal,
     blocks_of,
     gradients,
     loss_of,
-    mlp,
-    plain,
     plain_run,
     step,
     streams_of,
-    wide,
 )
 from reference import reversible_couplings_oracle as oracle
 from torch import nn
 
 from torch_sm3.reversible import (
-    AdditiveCoupling,
     AffineCoupling,
-    ConcatenatePair,
     GroupCoupling,
     HalfResidual,
     MomentumCoupling,
-    PrintShape,
-    Reshape,
     ReversibleSequence,
     Select,
-    Split,
     Swap,
     inverse,
 )
 
 engines = pytest.mark.parametrize("engine", ENGINES)
-
-
-class Wide(TanhMLP):
-    """The oracle's function, with values of twice the width."""
-
-    def __init__(self, width, hidden):
-        super().__init__(width, hidden)
-        self.u = nn.Parameter(torch.randn(hidden, 2 * width) / hidden**0.5)
-
-
-class Pair(Wide):
-    """The same values as a pair."""
-
-    def forward(self, x):
-        return super().forward(x).chunk(2, -1)
 
 
 def numpy_of(*tensors):
@@ -234,86 +211,6 @@ def test_one_output_used(engine, kind):
         assert_close(grads, expected, 1e-10)
 
 
-# --- gradcheck ------------------------------------------------------------------
-
-
-def small(kind):
-    """Blocks of small smooth functions, for numerical differentiation."""
-    torch.manual_seed(3)
-    made = {
-        "additive": lambda: AdditiveCoupling(TanhMLP(2, 3), TanhMLP(2, 3)),
-        "affine": lambda: AffineCoupling(Pair(2, 3), Wide(2, 3)),
-        "momentum": lambda: MomentumCoupling(TanhMLP(2, 3), 0.6),
-        "ring": lambda: GroupCoupling(*[TanhMLP(2, 3) for _ in range(3)]),
-        "half": lambda: HalfResidual(TanhMLP(2, 3)),
-    }
-    if kind in made:
-        blocks = [made[kind](), made[kind]()]
-    else:
-        blocks = BLOCKS[kind](2)
-        blocks[0].angle = TanhMLP(2, 3)
-    return [block.double() for block in blocks]
-
-
-def with_weights(seq):
-    """A function of streams and weights, and small values for all of them."""
-    names = [name for name, _ in seq.named_parameters()]
-    values = [p.detach().clone().requires_grad_() for p in seq.parameters()]
-    x = streams_of(seq, 2, 2, dtype=torch.double)
-
-    def call(*tensors):
-        streams, weights = tensors[: seq.n_in], tensors[seq.n_in :]
-        for name, value in zip(names, weights, strict=True):
-            owner, _, last = name.rpartition(".")
-            module = seq.get_submodule(owner)
-            # A plain attribute: the replaced weights of nn.DataParallel look so.
-            module._parameters.pop(last, None)
-            setattr(module, last, value)
-        return seq(*streams)
-
-    return call, [*x, *values]
-
-
-KINDS = [*BLOCKS]
-
-
-@engines
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradcheck(engine, kind):
-    seq = ReversibleSequence(*small(kind), engine=engine)
-    call, tensors = with_weights(seq)
-    assert torch.autograd.gradcheck(call, tensors)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_reversible_row_19_gradgradcheck(kind):
-    seq = ReversibleSequence(*small(kind)[:1], engine="graph", double_backward=True)
-    call, tensors = with_weights(seq)
-    assert torch.autograd.gradgradcheck(call, tensors, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_reversible_row_19_gradient_penalty(kind):
-    """``double_backward`` alone makes ``auto`` choose the graph engine."""
-    blocks = blocks_of(kind, 2)
-    seq = ReversibleSequence(*blocks, double_backward=True).double()
-    x = streams_of(seq, dtype=torch.double)
-    results = []
-    for run in (seq, plain_run(blocks)):
-        grads = torch.autograd.grad(loss_of(run(*x)), x, create_graph=True)
-        sum(g.square().sum() for g in grads).backward()
-        results.append([*grads, *gradients(seq, *x)])
-    assert_close(*results, 1e-9)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_reversible_row_19_the_node_engine_refuses(kind):
-    seq = ReversibleSequence(*blocks_of(kind, 1), engine="node").double()
-    x = streams_of(seq, dtype=torch.double)
-    with pytest.raises(NotImplementedError, match="double_backward=True"):
-        torch.autograd.grad(loss_of(seq(*x)), x, create_graph=True)
-
-
 # --- half-residuals -------------------------------------------------------------
 
 
@@ -472,153 +369,3 @@ def test_functions_run_twice_and_those_of_custom_blocks_three_times():
                 module.register_forward_hook(lambda m, *_: calls.append(id(m)))  # noqa: B023
         step(seq, seq, x)
         assert {calls.count(key) for key in calls} == {count}, kind
-
-
-# --- utilities ------------------------------------------------------------------
-
-
-class Moves(nn.Module):
-    """Uses every utility between halves."""
-
-    def __init__(self, engine):
-        super().__init__()
-        self.seq = ReversibleSequence(
-            HalfResidual(mlp()),
-            Select([1, 0, 1]),  # x2 x1 x2
-            HalfResidual(mlp()),
-            Swap(),
-            HalfResidual(mlp()),
-            ConcatenatePair(),  # joined, joined, x2
-            Select([0, 2, 1]),
-            PrintShape("here", n_in=2),
-            Split(0),  # halves of joined, x2, joined
-            Reshape((2, 16), (4, 8)),
-            Select([2, 0, 1, 3]),
-            HalfResidual(mlp()),
-            Swap(),
-            HalfResidual(mlp()),
-            engine=engine,
-        )
-
-
-@engines
-def test_every_utility_in_one_sequence(engine):
-    model = Moves(engine).double()
-    blocks = list(model.seq)
-    x = [double(4, 8), double(4, 8)]
-    got, grads = step(model.seq, model, x)
-    want, expected = step(lambda *s: plain(blocks, *s), model, x)
-    assert_equal(got, want)
-    assert_close(grads, expected, 1e-11)
-    assert [tuple(y.shape) for y in got] == [(4, 8), (4, 8), (2, 16), (4, 16)]
-    back = inverse(model.seq, *got)
-    assert_close(back, [t.detach() for t in x], 1e-11)
-
-
-@engines
-@pytest.mark.parametrize("dim", [0, -1])
-def test_parts_of_different_sizes(engine, dim):
-    blocks = [
-        HalfResidual(nn.Linear(8, 8)),
-        Select([0, 2, 1]),
-        ConcatenatePair(dim),
-        HalfResidual(nn.Linear(8, 8) if dim == 0 else nn.Linear(12, 12)),
-    ]
-    seq = ReversibleSequence(*blocks, engine=engine).double()
-    third = double(2, 8) if dim == 0 else double(4, 4)
-    x = [double(4, 8), double(4, 8), third]
-    got, grads = step(seq, seq, x)
-    want, expected = step(lambda *s: plain(blocks, *s), seq, x)
-    assert_equal(got, want)
-    assert_close(grads, expected, 1e-11)
-
-
-@engines
-def test_gradients_of_three_copies_are_summed(engine):
-    seq = ReversibleSequence(
-        HalfResidual(mlp()), Select([0, 1, 0, 0]), engine=engine
-    ).double()
-    x = [double(3, 8), double(3, 8)]
-    y = seq(*x)
-    assert len(y) == seq.n_out == 4
-    torch.autograd.backward(
-        [y[0], y[2], y[3]], [torch.full_like(y[0], k) for k in (1, 2, 4)]
-    )
-    assert torch.equal(x[0].grad, torch.full_like(x[0], 7))
-
-
-def test_concatenation_outside_a_sequence_knows_halves_only():
-    joined = torch.randn(2, 6)
-    left, right = inverse(ConcatenatePair(), joined, joined)
-    assert torch.equal(torch.cat([left, right], -1), joined)
-    with pytest.raises(ValueError, match=r"even size.*but got 5"):
-        inverse(ConcatenatePair(), joined[:, :5], joined[:, :5])
-
-
-def test_reshape_changes_the_prefix():
-    block = Reshape((2, 3), (6,))
-    (y,) = block(torch.arange(24).reshape(2, 3, 4))
-    assert y.shape == (6, 4) and torch.equal(y.flatten(), torch.arange(24))
-    assert block.inverse(y)[0].shape == (2, 3, 4)
-    with pytest.raises(ValueError, match=r"begins with \(2, 3\), but got \(3, 2, 4\)"):
-        block(torch.zeros(3, 2, 4))
-    with pytest.raises(ValueError, match=r"product 6, but got \(5,\)"):
-        Reshape((2, 3), (5,))
-
-
-@engines
-def test_print_shape_logs_once_for_each_direction(engine, caplog):
-    seq = ReversibleSequence(
-        AdditiveCoupling(mlp(), mlp()),
-        PrintShape("after block 0", n_in=2),
-        AdditiveCoupling(mlp(), mlp()),
-        engine=engine,
-    )
-    x = torch.randn(2, 8)
-    with caplog.at_level(logging.INFO, "torch_sm3.reversible"):
-        for _ in range(2):
-            y = seq(x, x)
-            assert len(caplog.messages) in (1, 2)
-            loss_of(y).backward()
-    shapes = "(2, 8) torch.float32, (2, 8) torch.float32"
-    assert caplog.messages == [
-        f"after block 0 forward: {shapes}",
-        f"after block 0 reverse: {shapes}",
-    ]
-
-
-@engines
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_one_tensor_split_in_halves(engine, dim):
-    blocks = blocks_of("additive", 2)
-    if dim != 0:
-        blocks = [AdditiveCoupling(mlp(4), mlp(4)) for _ in range(2)]
-    seq = ReversibleSequence(*blocks, split_dim=dim, engine=engine).double()
-    x = double(4, 8)
-    y = seq(x)
-    assert y.shape == x.shape
-    loss_of([y]).backward()
-    got = gradients(seq, x)
-    loss_of([torch.cat(plain(seq, *x.chunk(2, dim)), dim)]).backward()
-    assert_close(got, gradients(seq, x), 1e-11)
-    (back,) = inverse(seq, y)
-    torch.testing.assert_close(back, x.detach())
-
-
-def test_affine_scale_is_bounded():
-    class Large(nn.Module):
-        def forward(self, x):
-            return torch.full_like(x, 1e6), torch.zeros_like(x)
-
-    x = torch.ones(2, 3, dtype=torch.double)
-    y, _ = AffineCoupling(Large(), Large(), clamp=1.5)(x, x)
-    torch.testing.assert_close(y, x * torch.e**1.5)
-
-
-def test_wide_functions_of_several_dimensions():
-    seq = ReversibleSequence(AffineCoupling(wide(), wide())).double()
-    x = [double(2, 3, 8), double(2, 3, 8)]
-    got = step(seq, seq, x)
-    want = step(plain_run(seq), seq, x)
-    assert_equal(got[0], want[0])
-    assert_close(got[1], want[1], 1e-11)
