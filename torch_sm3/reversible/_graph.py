@@ -127,7 +127,8 @@ class GraphStep:
         def listen(_: Tensor) -> None:
             # The region's own backward pass runs it again, after and outside ours.
             top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-            if top is not None and top[0].__module__ == "torch.utils.checkpoint":
+            pack = None if top is None else top[0]
+            if getattr(pack, "__module__", None) == "torch.utils.checkpoint":
                 raise RuntimeError(
                     "remember: expected no checkpointed region in the graph engine, "
                     f"but got one in F of {name}, which would choose again at streams "
