@@ -37,7 +37,8 @@ def remember(x: Tensor, key: str | None = None) -> Tensor:
 
     Raises:
         RuntimeError: in the recompute, if number, keys, shapes or dtypes of the
-            remembered tensors differ from the first run.
+            remembered tensors differ from the first run; in the first run, in a
+            checkpointed region under the graph engine, unless streams are exact.
 
     Example:
         >>> import torch
