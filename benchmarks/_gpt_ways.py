@@ -103,7 +103,9 @@ def trainer(model: GPT) -> Step:
     """Return a step of the trainer, with SM3, on a GPT of one run of blocks."""
     (run,) = model.runs.values()
     blocks = [([Streams(model)], list(run.sequence))]  # type: ignore[arg-type]
-    made = ReversibleTrainer(blocks, Loss(model), lambda ps: torch_sm3.SM3(ps, lr=0.05))
+    made = ReversibleTrainer(
+        blocks, Loss(model), lambda ps: torch_sm3.SM3(ps, lr=0.005)
+    )
     return lambda tokens: made.one_step((tokens, tokens))[0]
 
 
@@ -122,7 +124,7 @@ def by(blocks: str, make: Callable[[Parameters], Any], least: float | None) -> W
 
 
 WAYS = {
-    OURS: by("reversible", lambda ps: torch_sm3.SM3InBackward(ps, lr=0.05), None),
+    OURS: by("reversible", lambda ps: torch_sm3.SM3InBackward(ps, lr=0.005), None),
     TRAINER: Way("reversible", trainer),
     ADAMW: by("plain", lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True), 4.0),
     ADAFACTOR: by(

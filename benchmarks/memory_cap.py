@@ -135,7 +135,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cap", type=int, default=256, help="MiB of data")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4, help=f"times {CONTEXT} tokens")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--depth", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=list(WAYS), help=argparse.SUPPRESS)
     arguments(parser)

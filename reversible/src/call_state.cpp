@@ -123,6 +123,10 @@ void CallState::done() {
   }
 }
 
+void CallState::forget() {
+  forget(torch::autograd::get_current_graph_task_id());
+}
+
 void CallState::forget(int task) {
   std::shared_ptr<Cursor> cursor; // destroyed after the lock is released
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -157,11 +161,12 @@ void CallState::move(const Record& record, Cursor& cursor, bool backwards) {
   at::Tensor& acc = cursor.streams[half.acc];
   std::vector<at::Tensor> values;
   if (!(backwards && record.is_kept)) {
-    values = record.again(
+    const c10::AutoGradMode mode(record.with_grad);
+    values = detached(record.again(
         gather(cursor.streams, half.reads),
         cursor.side,
         cursor.unpack(record.remembered),
-        acc);
+        acc));
   }
   acc = backwards ? rebuilt(record, cursor, values)
                   : apply_rule(half.rule, acc, values);

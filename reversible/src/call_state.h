@@ -56,6 +56,9 @@ struct CallState : std::enable_shared_from_this<CallState> {
   /// Counts one node as run; forgets this pass's cursor after the last one.
   void done();
 
+  /// Forgets this pass's cursor.
+  void forget();
+
   /// Returns a record's accumulator before its half.
   ///
   /// \param values F's values without grad

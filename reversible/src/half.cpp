@@ -15,6 +15,15 @@ std::vector<at::Tensor> gather(
   return result;
 }
 
+std::vector<at::Tensor> detached(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> result;
+  result.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    result.push_back(tensor.detach());
+  }
+  return result;
+}
+
 std::vector<at::Tensor> Record::arguments(
     const std::vector<at::Tensor>& context,
     at::TensorList tensors) const {

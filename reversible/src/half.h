@@ -46,6 +46,7 @@ struct Record {
   /// Positions among the call's side tensors; nothing where F was given None.
   std::vector<std::optional<size_t>> side;
   size_t position = 0;
+  bool with_grad = false; ///< F's bits are those of a run with grad
 
   /// What F remembered; null where there is no F.
   c10::intrusive_ptr<ReversibleMemory> memory;
@@ -75,5 +76,8 @@ struct Record {
 std::vector<at::Tensor> gather(
     const std::vector<at::Tensor>& tensors,
     const std::vector<size_t>& indices);
+
+/// Returns the tensors without their graph.
+std::vector<at::Tensor> detached(const std::vector<at::Tensor>& tensors);
 
 } // namespace torch_sm3::reversible

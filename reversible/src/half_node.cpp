@@ -57,15 +57,6 @@ Recomputed recompute(
   return result;
 }
 
-std::vector<at::Tensor> detached(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> result;
-  result.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    result.push_back(tensor.detach());
-  }
-  return result;
-}
-
 void check_single_backward() {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !c10::GradMode::is_enabled(),
@@ -142,7 +133,14 @@ struct HalfNode : torch::autograd::Function<HalfNode> {
       all.resize(all.size() + needs.size());
       return all;
     }
-    tensor_list found = reverse(*shared->state, record, grad, needs);
+    tensor_list found;
+    try {
+      found = reverse(*shared->state, record, grad, needs);
+    } catch (...) {
+      // The engine's final callbacks do not run after an error.
+      shared->state->forget();
+      throw;
+    }
     std::move(found.begin(), found.end(), std::back_inserter(all));
     return all;
   }

@@ -233,14 +233,13 @@ Streams::first(Record& record, const Values& context, const Values& inputs) {
         inputs,
         state_->states);
   }
-  for (Tensor& value : values) {
-    value = value.detach();
-  }
-  values = rule_values(half.rule, values, values_[half.acc], half.name);
+  values =
+      rule_values(half.rule, detached(values), values_[half.acc], half.name);
   if (exact && !learned.probed) {
     learned.needs_grad_mode = !probe(record, context, values);
     learned.probed = true;
   }
+  record.with_grad = exact && learned.needs_grad_mode;
   return values;
 }
 

@@ -80,7 +80,8 @@ inline void expect_equal(const Tensors& a, const Tensors& b) {
   }
 }
 
-/// Counts the bytes that are alive, on this thread and on those of autograd.
+/// Counts the bytes that are alive, and were at most, on this thread and on
+/// those of autograd.
 class MemoryMeter : public c10::MemoryReportingInfoBase {
  public:
   void reportMemoryUsage(
@@ -89,13 +90,17 @@ class MemoryMeter : public c10::MemoryReportingInfoBase {
       size_t /*allocated*/,
       size_t /*reserved*/,
       c10::Device /*device*/) override {
-    live += size;
+    const int64_t now = live += size;
+    int64_t old = peak;
+    while (old < now && !peak.compare_exchange_weak(old, now)) {
+    }
   }
   bool memoryProfilingEnabled() const override {
     return true;
   }
 
   std::atomic<int64_t> live = 0;
+  std::atomic<int64_t> peak = 0;
 };
 
 /// Returns what is alive after `work` of what it allocated.

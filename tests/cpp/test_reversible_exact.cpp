@@ -5,6 +5,7 @@
 #include <torch_sm3/reversible/remember.h>
 
 #include <limits>
+#include <thread>
 
 namespace torch_sm3::reversible {
 namespace {
@@ -107,6 +108,54 @@ TEST_F(ReversibleExact, TheInverseOnTheGridIsExact) {
   expect_equal(sequence->inverse(sequence->forward(x)), rounded);
 }
 
+TEST_F(ReversibleExact, OnlyStreamsThatChangeAreRounded) {
+  Sequence sequence(
+      Blocks{HalfResidual(mlp(kWidth))},
+      SequenceOptions().exact("grid").grid_bits(2));
+  const auto x = streams(2, at::kFloat, {4, kWidth});
+  const auto y = sequence->forward(x);
+  EXPECT_TRUE(y[1].is_same(x[1]));
+  EXPECT_TRUE(at::equal(y[0], reversible_quantize(y[0], 2)));
+}
+
+// The node of an early half runs before that of a later one, which then finds
+// the streams too far back: its gradient comes to it over nodes of another
+// thread, whose numbers are low, and autograd runs high numbers first.
+TEST_F(ReversibleExact, ANodeThatFindsTheCursorTooFarBack) {
+  for (const char* exact : {"none", "grid", "sidecar"}) {
+    SCOPED_TRACE(exact);
+    Blocks blocks;
+    for (int i = 0; i < 3; ++i) {
+      blocks.push_back(AnyBlock(HalfResidual(mlp(kWidth))));
+      blocks.push_back(AnyBlock(Select(std::vector<int64_t>{2, 3, 0, 1})));
+    }
+    Sequence sequence(blocks, SequenceOptions().exact(exact));
+    const auto x = streams(4, at::kFloat, {4, kWidth});
+    const auto run = [&](bool out_of_order) {
+      const auto y = sequence->forward(x);
+      at::Tensor late;
+      const auto work = [&] { late = y[2].sin().sum(); };
+      if (out_of_order) {
+        std::thread(work).join();
+      } else {
+        work();
+      }
+      return gradients(late + (y[0] * y[0]).sum(), x, sequence->parameters());
+    };
+    const auto want = run(false), got = run(true);
+    for (size_t i = 0; i < want.size(); ++i) {
+      ASSERT_EQ(want[i].defined(), got[i].defined());
+      if (!want[i].defined()) {
+        continue;
+      }
+      const bool same = at::equal(want[i], got[i]);
+      EXPECT_TRUE(
+          same ||
+          (exact[0] == 'n' && at::allclose(want[i], got[i], 1e-4, 1e-5)));
+    }
+  }
+}
+
 struct BigImpl : nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     return x.sin() * weight;
@@ -130,6 +179,37 @@ TEST_F(ReversibleExact, AnOverflowKeepsTheInput) {
     const at::NoGradGuard no_grad;
     strict->forward(x);
   }
+}
+
+// As kernels that are chosen by whether there will be a backward pass.
+struct GradModeImpl : nn::Module {
+  at::Tensor forward(const at::Tensor& x) {
+    const double factor = at::GradMode::is_enabled() ? 1.0 : 1.001;
+    return x.tanh() * weight * factor;
+  }
+  at::Tensor weight = register_parameter("weight", at::ones({kWidth}));
+};
+TORCH_MODULE(GradMode);
+
+TEST_F(ReversibleExact, AFunctionWhoseBitsDependOnGradMode) {
+  const Blocks blocks =
+      repeated([] { return AdditiveCoupling(GradMode(), GradMode()); }, 4);
+  const auto x = streams(2, at::kFloat, {4, kWidth});
+  for (const char* exact : {"grid", "sidecar"}) {
+    SCOPED_TRACE(exact);
+    // The first call finds it out.
+    for (int call = 0; call < 2; ++call) {
+      compare(blocks, x, SequenceOptions().exact(exact));
+    }
+  }
+  // A pass that needs one weight moves over the other halves without a VJP.
+  std::vector<Tensors> grads;
+  for (const char* plan : {"reversible", "store"}) {
+    Sequence sequence(blocks, SequenceOptions().exact("grid").plan(plan));
+    grads.push_back(gradients(
+        loss_of(sequence->forward(x)), {}, {sequence->parameters()[0]}));
+  }
+  expect_equal(grads[0], grads[1]);
 }
 
 TEST_F(ReversibleExact, NonFiniteNumbersAreRebuilt) {
@@ -234,6 +314,36 @@ TEST_F(ReversibleExact, MemoryDoesNotGrowWithDepth) {
   EXPECT_GT(kept_bytes(16, SequenceOptions().plan("store")), 32 * stream);
 }
 
+// The most that one step needs, for the gradients of the inputs.
+int64_t peak_bytes(int depth, const SequenceOptions& options) {
+  Sequence sequence(repeated(additive, depth), options);
+  for (at::Tensor p : sequence->parameters()) {
+    p.set_requires_grad(false);
+  }
+  const auto x = streams(2, at::kFloat, {256, kWidth});
+  const auto step = [&] {
+    const Tensors y = sequence->forward(x);
+    torch::autograd::grad({y[0], y[1]}, x, {x[0].detach(), x[1].detach()});
+  };
+  step();
+  int64_t peak = 0;
+  live_after([&](MemoryMeter& meter) {
+    step();
+    peak = meter.peak;
+  });
+  return peak;
+}
+
+TEST_F(ReversibleExact, ThePeakOfAStepDoesNotGrowWithDepth) {
+  for (const char* exact : {"none", "grid"}) {
+    SCOPED_TRACE(exact);
+    const auto options = SequenceOptions().exact(exact);
+    EXPECT_EQ(peak_bytes(3, options), peak_bytes(24, options));
+  }
+  const auto store = SequenceOptions().plan("store");
+  EXPECT_LT(4 * peak_bytes(3, store), peak_bytes(24, store));
+}
+
 struct ThrowingImpl : nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     TORCH_CHECK(!throws, "an error inside F");
@@ -275,6 +385,7 @@ TEST_F(ReversibleExact, NothingLeaks) {
                   EXPECT_THROW(sequence->forward(x), c10::Error);
                   f->throws = false;
                 }
+                sequence->zero_grad(); // of the blocks before the error
               }));
   }
 }

@@ -17,10 +17,17 @@ from torch_sm3.reversible._steps import is_stream
 @contextlib.contextmanager
 def with_bare_graph(name: str) -> Iterator[None]:
     """Run F with grad, for a graph that is dropped at once."""
+    # Saved-tensor hooks of the user's are for what the call keeps, not for this.
+    hooks = saved_tensors_hooks(Tensor.detach, lambda x: x)
+    with refused_writes(name), torch.enable_grad(), hooks:
+        yield
+
+
+@contextlib.contextmanager
+def refused_writes(name: str) -> Iterator[None]:
+    """Say whose F it was that autograd did not let write to a leaf."""
     try:
-        # Saved-tensor hooks of the user's are for what the call keeps, not for this.
-        with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda x: x):
-            yield
+        yield
     except RuntimeError as error:
         if "in-place operation" not in str(error):
             raise
@@ -50,4 +57,4 @@ def same_bits(left: Sequence[Any], right: Sequence[Any]) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(torch.uint8)
+    return tensor.detach().flatten().contiguous().view(torch.uint8)

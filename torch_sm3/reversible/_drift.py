@@ -121,11 +121,17 @@ class DriftMonitor:
         self._calls += 1
         return (self._calls - 1) % self.every == 0
 
-    def exceeded(self, drift: Drift) -> bool:
-        """Tell whether a finding is beyond the limits; reads it from the device."""
-        if int(drift.non_finite) > 0 or float(drift.max_rel) > self.max_rel:
-            return True
-        return self.max_ulp is not None and int(drift.max_ulp) > self.max_ulp
+    def exceeded(self, report: list[Drift]) -> list[bool]:
+        """Tell which findings are beyond the limits; one read from the device."""
+        if not report:
+            return []
+        beyond = []
+        for drift in report:
+            wrong = (drift.non_finite > 0) | (drift.max_rel > self.max_rel)
+            if self.max_ulp is not None:
+                wrong = wrong | (drift.max_ulp > self.max_ulp)
+            beyond.append(wrong)
+        return torch.stack(beyond).tolist()
 
     def judge(self, report: list[Drift]) -> list[Drift]:
         """Return the findings beyond the limits, after warning of or raising them.
@@ -135,7 +141,8 @@ class DriftMonitor:
         """
         if self.on_report is not None:
             self.on_report(report)
-        beyond = [drift for drift in report if self.exceeded(drift)]
+        wrong = zip(report, self.exceeded(report), strict=True)
+        beyond = [drift for drift, is_wrong in wrong if is_wrong]
         if beyond:
             text = (
                 "reversible: expected rebuilt streams within "

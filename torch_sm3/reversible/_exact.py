@@ -162,6 +162,8 @@ def correction_of(
 ) -> Correction:
     """Return what it takes to rebuild ``acc`` exactly from ``out`` and ``values``."""
     correction = Correction()
+    if out.numel() == 0:
+        return correction
     if isinstance(rule, GridAdd):
         # A norm of nothing is refused.
         empty = out.numel() == 0
@@ -215,7 +217,8 @@ def record_sidecar(
             narrow = narrow[: needed[0]].clone()
             wide = wide[: needed[1]].clone()
     else:
-        hit = (used > torch.tensor(room, device=used.device)).any()
+        # Numbers, not a tensor: a copy from the host cannot be captured.
+        hit = (used[0] > room[0]) | (used[1] > room[1])
     _watch_hit(hit, exact, correction, ledger, name, watch)
     if correction.kept is None:
         correction.sidecar = ledger.keep_all([codes, narrow, wide, offsets])

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from torch_sm3.reversible._bare import refused_writes
 from torch_sm3.reversible._exact import Watch
 from torch_sm3.reversible._half import HalfRecord
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._plain import together
 from torch_sm3.reversible._region import eager_region
-from torch_sm3.reversible._remember import listener
 from torch_sm3.reversible._steps import is_stream
 from torch_sm3.reversible._whole import WholeRecord
 
@@ -98,45 +98,25 @@ class GraphStep:
         by_place = dict(zip(record.places, side, strict=True))
         kwargs = ledger.side.build(record.keys, by_place)
         hooks: Any = contextlib.nullcontext()
+        regions: Any = contextlib.nullcontext()
         if not self._store:
-            # Exact streams let a checkpointed region choose again as it did.
-            exact = record.kept or ledger.options.exact != "none"
-            hooks = self._handles(
-                contextlib.nullcontext() if exact else self._choices()
-            )
+            hooks = self._handles()
+            regions = record.memory.noting_regions(self._call)
         run: Any = record.first_in_graph
         if isinstance(record, HalfRecord):
             self._acc_needs = stack[record.step.acc].requires_grad
             run = partial(run, store=self._store)
-        return run(stack, context, kwargs, tensors, ledger, watch, hooks, again)
+        with refused_writes(record.name), regions:
+            return run(stack, context, kwargs, tensors, ledger, watch, hooks, again)
 
     @contextlib.contextmanager
-    def _handles(
-        self, choices: contextlib.AbstractContextManager[None]
-    ) -> Iterator[None]:
+    def _handles(self) -> Iterator[None]:
         self._fresh = []
         try:
-            with saved_tensors_hooks(self._pack, self._unpack), choices:
+            with saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
             self._fresh = None
-
-    def _choices(self) -> contextlib.AbstractContextManager[None]:
-        name = self._record.name
-
-        def listen(_: Tensor) -> None:
-            # The region's own backward pass runs it again, after and outside ours.
-            top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-            pack = None if top is None else top[0]
-            if getattr(pack, "__module__", None) == "torch.utils.checkpoint":
-                raise RuntimeError(
-                    "remember: expected no checkpointed region in the graph engine, "
-                    f"but got one in F of {name}, which would choose again at streams "
-                    "that are rebuilt up to rounding; use engine='node' or an exact "
-                    "mode"
-                )
-
-        return listener(listen)
 
     def _pack(self, tensor: Tensor) -> int:
         self._kinds.append(_kind(tensor))

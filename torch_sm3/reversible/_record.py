@@ -83,9 +83,16 @@ class Record:
         for i, place in self.kept.items():
             stack[i] = saved[place]
 
-    def world(self, saved: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Set what F saw in the first run."""
-        return Both(self.replay.again(), self.memory.recalling(saved))
+    def world(
+        self, saved: Sequence[Tensor], all_of_it: bool = True
+    ) -> contextlib.AbstractContextManager[None]:
+        """Set what F saw in the first run.
+
+        Args:
+            saved: the tensors that the call kept.
+            all_of_it: whether all that F remembered has to be asked for.
+        """
+        return Both(self.replay.again(), self.memory.recalling(saved, all_of_it))
 
     def lessons(self, learned: Learned, ledger: Ledger) -> tuple[bool, bool, bool]:
         """Return what the first run has to find out, and whether it needs grad mode.

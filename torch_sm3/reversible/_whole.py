@@ -132,7 +132,7 @@ class WholeRecord(Record):
         self, context: list[Any], outputs: list[Any], ledger: Ledger, watch: Watch
     ) -> None:
         kwargs = ledger.side.build(self.keys, ledger.tensors)
-        with self.world(ledger.tensors):
+        with self.world(ledger.tensors, all_of_it=False):
             estimates = self.step.reverse(outputs, kwargs)
         for i, item in enumerate(context):
             if is_stream(item):
@@ -163,7 +163,8 @@ class WholeRecord(Record):
         step = self.step
         if len(self.kept) == step.n_in:
             return tuple([saved[self.kept[i]] for i in range(step.n_in)])
-        with self.world(saved):
+        # An inverse may have no need of some choices.
+        with self.world(saved, all_of_it=False):
             items = step.reverse(outputs, kwargs)
         return self.corrected(items, saved)
 

@@ -117,7 +117,12 @@ class Track:
         """All stack items that the microbatch keeps."""
         kept = [item for call in self._calls.values() for item in call.held]
         aux = [x for _, items in self._aux for x in items]
-        return [*self.stack, *self.grads, *(self._final or []), *kept, *aux]
+        return [*self.stack, *self.cotangents, *(self._final or []), *kept, *aux]
+
+    @property
+    def cotangents(self) -> list[Tensor | None]:
+        """The gradients of the stack and of aux outputs."""
+        return [*self.grads, *(g for gs in self._aux_grads.values() for g in gs)]
 
     def forward(self, layer: Layer) -> None:
         """Run a layer without grad."""

@@ -99,7 +99,7 @@ class Walk:
                     found = one.lose(layer, self._scale)
                 else:
                     found = one.reverse(layer, last)
-                gradients.add(found, k, one.grads)
+                gradients.add(found, k, one.cotangents)
             self._log.memory("loss" if layer is model.loss else "backward", layer)
             if layer.optimizer is None:
                 place.leave(layer)

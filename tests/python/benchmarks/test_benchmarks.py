@@ -57,3 +57,9 @@ def test_a_model_bigger_than_memory_trains_with_the_same_bits(tmp_path: Path) ->
     found = run("bigger_than_memory.py", tmp_path / "f.json", "--check")
     assert len(found["ours"]["losses"]) == 20
     assert found["ours"]["hash"] == found["store"]["hash"]
+
+
+def test_every_kind_of_trainer_step_is_timed(tmp_path: Path) -> None:
+    found = run("trainer_step.py", tmp_path / "f.json")
+    assert len(found["seconds"]) == 7
+    assert all(len(times) == 3 for times in found["seconds"].values())

@@ -271,6 +271,31 @@ def test_sequence_inside_a_function():
     assert_close(*grads, 1e-10)
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_backward_pass_inside_a_hook(same):
+    """Over another call, or over the one that is being differentiated."""
+    seq, x = couplings(3, lambda: mlp(dropout=0.3)).double(), data()
+
+    def run(module):
+        torch.manual_seed(0)
+        y, inner = module(x, x), []
+
+        def hook(_):
+            if not inner:  # the inner pass runs the hook, too
+                inner.append(None)
+                with torch.enable_grad():
+                    z = y if same else module(x.detach(), x.detach())
+                    loss = (z[0] * z[1]).sum()
+                weight = seq[0].F[1].weight
+                inner[0] = torch.autograd.grad(loss, weight, retain_graph=True)[0]
+
+        y[0].register_hook(hook)
+        loss_of(y).backward(retain_graph=True)
+        return [*inner, *gradients(seq, x)]
+
+    assert_close(run(seq), run(lambda *s: plain(seq, *s)), 1e-11)
+
+
 def test_backward_from_several_threads():
     seq, xs = couplings(3).double(), [data() for _ in range(3)]
     losses = [loss_of(seq(x, x)) for x in xs]

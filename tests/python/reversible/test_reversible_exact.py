@@ -103,6 +103,26 @@ def test_depth_128(engine, exact, function):
         assert_equal(got[1], expected[1])
 
 
+@modes
+def test_reversible_row_02_many_blocks_and_steps(exact):
+    """110 blocks; inputs are not kept, and three optimizer steps end in equal bits."""
+    models = []
+    for plan in ("reversible", "store"):
+        torch.manual_seed(0)
+        blocks = blocks_of("additive", 110, dropout=0.1)
+        models.append(ReversibleSequence(*blocks, exact=exact, plan=plan))
+    for seed in range(3):
+        for seq in models:
+            optimizer = torch.optim.SGD(seq.parameters(), lr=1e-4)
+            torch.manual_seed(seed)
+            loss = loss_of(seq(torch.randn(4, 8), torch.randn(4, 8)))
+            loss.backward()
+            assert torch.isfinite(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(*[list(seq.parameters()) for seq in models])
+
+
 @engines
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -458,6 +478,46 @@ def test_layouts_around_utilities(engine, exact):
     ]
     x = [torch.randn(512, 1), torch.randn(512, 1)]
     assert_exact(blocks, engine, x, exact=exact)
+
+
+@engines
+@modes
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,)])
+def test_streams_of_no_size(engine, exact, shape):
+    blocks = [AdditiveCoupling(Keep(), Keep()) for _ in range(3)]
+    x = [torch.randn(shape, requires_grad=True) for _ in range(2)]
+    assert_exact(blocks, engine, x, exact=exact)
+
+
+class Keep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(()))
+
+    def forward(self, x):
+        return torch.tanh(self.scale * x)
+
+
+@engines
+@modes
+def test_streams_of_two_dtypes(engine, exact):
+    """Each keeps its own; the functions change it."""
+
+    class Change(nn.Module):
+        def __init__(self, dtype):
+            super().__init__()
+            self.linear = nn.Linear(8, 8, dtype=dtype)
+
+        def forward(self, x):
+            return torch.tanh(self.linear(x))
+
+    single, double = torch.float32, torch.float64
+    blocks = [AdditiveCoupling(Change(double), Change(single)) for _ in range(4)]
+    x = [
+        torch.randn(4, 8, dtype=dtype, requires_grad=True) for dtype in (single, double)
+    ]
+    _, (outputs, _) = assert_exact(blocks, engine, x, exact=exact)
+    assert [y.dtype for y in outputs] == [single, double]
 
 
 # --- side context, remaining options --------------------------------------------

@@ -72,6 +72,29 @@ def test_reversible_row_09_generator_after_the_step():
     assert torch.equal(*draws)
 
 
+def test_generators_of_the_user():
+    """They are set back for the recompute, and stand as after the plain run."""
+    generator = torch.Generator()
+
+    class Noise(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            noise = torch.rand(x.shape, generator=generator, dtype=x.dtype)
+            return self.linear(x) * noise
+
+    seq = couplings(3, Noise, generators=[generator]).double()
+    x = torch.randn(4, 8, dtype=torch.double, requires_grad=True)
+    results = []
+    for run in (seq, lambda *s: plain(seq, *s)):
+        generator.manual_seed(1)
+        loss_of(run(x, x)).backward()
+        results.append([*gradients(seq, x), generator.get_state().double()])
+    assert_close(*results, 1e-11)
+
+
 def test_only_some_functions_draw():
     seq = ReversibleSequence(
         AdditiveCoupling(mlp(dropout=0.5), mlp()),

@@ -174,6 +174,38 @@ def one(f: nn.Module, x: Tensor) -> Tensor:
     return OPS.reversible_end(call, [y, x])[0]
 
 
+class Mixed(nn.Module):
+    """Depends in another way on each element of its lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 3, dtype=torch.double))
+        self.v = nn.Parameter(torch.randn(3, dtype=torch.double))
+
+    def forward(
+        self, a: Tensor, b: Tensor, c: Tensor, m: Tensor, n: Tensor | None, k: Tensor
+    ) -> Tensor:
+        y = torch.tanh(a @ self.w) * b + torch.sin(c) * m + self.v * k.exp()
+        return y if n is None else y + n
+
+
+def test_reversible_row_23_every_element_of_every_tensor_list():
+    """Streams, context, side context, and what the module owns."""
+    f = torch.jit.script(Mixed())
+    tensors = [
+        torch.randn(2, 3, dtype=torch.double, requires_grad=True) for _ in range(6)
+    ]
+
+    def call(acc, a, b, c, m, k, *owned):
+        assert len(owned) == 2  # F has the same tensors
+        handle = OPS.reversible_begin([acc, a, b, c], "")
+        y = OPS.reversible_half_residual(handle, f._c, acc, [a, b, c], [m, None, k])
+        z = OPS.reversible_half_residual(handle, f._c, a, [y, b, c], [k, m, m])
+        return OPS.reversible_end(handle, [z, y, b, c])
+
+    assert torch.autograd.gradcheck(call, [*tensors, *f.parameters()])
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_counts_once(training):
     eager = Normed().double().train(training)

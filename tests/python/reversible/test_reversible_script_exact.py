@@ -44,7 +44,9 @@ def store(module: nn.Module, x: Tensor, y: Tensor, bits: int | None):
         value = f(OPS.reversible_identity([context])[0])
         if bits is None:
             return OPS.reversible_add(acc, value)
-        return OPS.reversible_add(acc, OPS.reversible_quantize(value, bits))
+        return OPS.reversible_add(
+            acc, OPS.reversible_quantize(value.to(acc.dtype), bits)
+        )
 
     a, b = x, y
     if bits is not None:
@@ -126,6 +128,31 @@ def test_an_overflow_keeps_the_input(exact):
     # The final streams, and the input of the half that overflows; on the grid the
     # stream stays where it is too large, in each half after it.
     assert packed.count((64, 8)) == (4 if exact == "grid" else 3)
+
+
+@pytest.mark.parametrize("backward_inside", [True, False])
+@pytest.mark.parametrize("exact", ["grid", "sidecar"])
+def test_reversible_row_18_autocast_in_torchscript(exact, backward_inside):
+    """F runs in bfloat16 on float32 streams; backward inside or outside autocast."""
+    torch.manual_seed(0)
+    module = Chain(6, f'{{"exact": "{exact}"}}')
+    twin = Chain(6, "")
+    twin.load_state_dict(module.state_dict())
+    scripted, (x, y) = torch.jit.script(module), inputs(torch.float, 4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = scripted(x, y)
+        loss = loss_of(got)
+        if backward_inside:
+            loss.backward()
+    if not backward_inside:
+        loss.backward()
+    grads = gradients(scripted, x, y)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        want = store(twin, x, y, 16 if exact == "grid" else None)
+        loss = loss_of(want)
+    loss.backward()
+    assert_same_bits(got, want)
+    assert_same_bits(grads, gradients(twin, x, y))
 
 
 @pytest.mark.parametrize("exact", ["grid", "sidecar"])

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from helpers.memory_meter import memory_meter
 from helpers.trainer_models import assert_equal, mlp, state
 from torch import nn
 
@@ -227,3 +228,23 @@ def test_losses_are_their_formulas():
         nn.functional.nll_loss(log_p[[0, 2, 2, 3]], targets[[0, 2, 2, 3]]),
     )
     assert WeightedMean()(rows, torch.zeros(4)) == 0
+
+
+def test_logits_exist_for_one_chunk_at_a_time():
+    torch.manual_seed(0)
+    classes, rows = 2000, 256
+    linear = nn.Linear(WIDTH, classes)
+    layers = [Mix(), linear, nn.LogSoftmax(-1), CrossEntropy(), WeightedMean()]
+    peaks = []
+    for size in (0, 16):
+        _, loss = extract_reversible_blocks(layers, size)
+        x = torch.randn(1, rows, WIDTH, requires_grad=True)
+        targets = torch.randint(classes, (1, rows))
+        stack = (x, x, targets, torch.ones(1, rows))
+        loss(*stack)[0].backward()
+        linear.weight.grad = linear.bias.grad = x.grad = None
+        with memory_meter() as read:
+            loss(*stack)[0].backward()
+        peaks.append(read.peak)
+    logits = rows * classes * 4
+    assert peaks[0] > 2 * logits and peaks[1] < logits / 3

@@ -16,9 +16,11 @@ from helpers.trainer_models import (
 )
 from torch import Tensor, nn
 
-from torch_sm3.reversible import AdditiveCoupling
-from torch_sm3.trainer import ReversibleTrainer, Trainer
+from torch_sm3.reversible import AdditiveCoupling, HalfResidual
+from torch_sm3.trainer import ReversibleTrainer, Trainer, _passes
 from torch_sm3.trainer._defragment import defragment
+from torch_sm3.trainer._offload import Carrier
+from torch_sm3.trainer._reduce import Pending
 from torch_sm3.trainer._scale import Scale
 
 
@@ -132,6 +134,47 @@ def test_gradients_do_not_share_memory_with_cotangents(options):
     assert_equal(*(state(t) for t in trainers))
 
 
+class WithAux(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = self.inner(x)
+        return h, h.mean()
+
+
+class Biased(nn.Module):
+    """Its bias and the aux output get one and the same gradient tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, a, b, aux):
+        return (a * b).mean() * 0.0 + (aux + self.bias)
+
+
+@pytest.mark.parametrize("strategy", ["two_pass", "host_grads"])
+def test_gradients_do_not_share_memory_with_those_of_aux_outputs(strategy):
+    found = []
+    for cls in (ReversibleTrainer, Trainer.from_blocks):
+        torch.manual_seed(0)
+        block = HalfResidual(WithAux(), has_aux=True)
+        made = cls(
+            [([Streams(4, WIDTH)], [block])],
+            Biased(),
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            exact="sidecar",
+            clip_grad_norm=0.1,
+            clip_strategy=strategy,
+            grad_scaler=torch.amp.GradScaler("cpu", init_scale=4.0),
+        )
+        made.one_step(torch.randn(3, 4), rng=0)
+        found.append(state(made))
+    assert_equal(*found)
+
+
 class Stack(nn.Module):
     n_in = 2
 
@@ -171,3 +214,118 @@ def test_one_ranks_flag_is_everyones():
     assert scaler.get_scale() == 4.0
     off = Scale(torch.amp.GradScaler("cpu", enabled=False), torch.device("cpu"))
     assert not off.is_on and off.finish(lambda flag: flag + 1) is False
+
+
+class SpyReducer:
+    """Looks like two ranks, and notes when a reduction begins and when it is needed."""
+
+    size, rank = 2, 0
+
+    def __init__(self, events):
+        self.events = events
+
+    def start(self, parameters, grads):
+        place = len(self.events)
+        self.events.append(("start", id(parameters[0])))
+
+        def wait():
+            self.events.append(("wait", self.events[place][1]))
+            return grads
+
+        return Pending(wait)
+
+    def mean(self, value):
+        return value
+
+    any = mean
+
+
+@pytest.mark.parametrize("n_async", [0, 1, 2])
+def test_reductions_overlap_the_reversal_of_the_layers_below(n_async):
+    events = []
+    made = make("reversible", built=build(tied=False), n_async_layers=n_async)
+    made._reducer = SpyReducer(events)
+    names = {id(la.owned[0]): la.index for la in made._layers if la.owned}
+    for layer in made._layers[1:]:
+        for module in layer.module.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(
+                    lambda *_, index=layer.index: events.append(("run", index))
+                )
+    made.one_step(batch(0), rng=0)
+    order = [(kind, names.get(key, key)) for kind, key in events]
+    order = order[order.index(("start", 8)) :]
+    alive, most = 0, 0
+    for kind, _ in order:
+        alive += {"start": 1, "wait": -1, "run": 0}[kind]
+        most = max(most, alive)
+    # One more than may wait exists for a moment: it has just begun.
+    assert alive == 0 and most == n_async + 1
+    between = order[order.index(("start", 7)) : order.index(("wait", 7))]
+    assert (("run", 6) in between) == (n_async > 0)
+
+
+class Event:
+    """The end of a copy of a carrier."""
+
+    def __init__(self, carrier, count):
+        self.carrier, self.count = carrier, count
+
+    def synchronize(self):
+        while self.carrier.done < self.count:
+            self.carrier.queue[self.carrier.done]()
+            self.carrier.done += 1
+
+
+class LateCarrier(Carrier):
+    """Copies as late as a device's stream may: in order, when somebody waits.
+
+    What is read without waiting is NaN, and what is written too early comes home.
+    """
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.queue, self.done = [], 0
+
+    def later(self, copy):
+        self.queue.append(copy)
+        return Event(self, len(self.queue))
+
+    def to_device(self, host):
+        copy = torch.full_like(host, torch.nan if host.is_floating_point() else -1)
+        return copy, self.later(lambda: copy.copy_(host))
+
+    def to_host(self, source, host):
+        source = source.detach()
+        return self.later(lambda: host.copy_(source))
+
+    def wait(self, event):
+        if event is not None:
+            event.synchronize()
+
+
+@pytest.mark.parametrize("n_prefetch", [0, 1, 3])
+@pytest.mark.parametrize("n_async", [0, 1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_microbatches": 2},
+        {"clip_grad_norm": 0.05},
+        {"clip_grad_norm": 0.05, "clip_strategy": "host_grads"},
+    ],
+)
+def test_every_copy_is_waited_for(options, n_prefetch, n_async, monkeypatch):
+    made = make(
+        "reversible",
+        built=build(),
+        offload="host",
+        n_prefetch_layers=n_prefetch,
+        n_async_layers=n_async,
+        **options,
+    )
+    carrier = LateCarrier(torch.device("cpu"))
+    made._plan.place._carrier = carrier
+    monkeypatch.setattr(_passes, "Carrier", LateCarrier)
+    found = steps(made)
+    assert carrier.done == len(carrier.queue) > 100
+    assert_equal(found, steps(make("store", built=build(), **options)))

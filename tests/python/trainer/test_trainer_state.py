@@ -39,7 +39,11 @@ def test_assigning_slots_to_themselves_changes_nothing(optimizer, offload, taken
         steps(trainer, taken)
     made[0].slots = made[0].slots
     assert_equal(state(made[0]), state(made[1]))
+    before = made[0].slots
     assert_equal(steps(made[0]), steps(made[1]))
+    # An earlier copy comes back, also that of a time before the first step.
+    made[0].slots = before
+    assert_equal(tensors(made[0].slots), tensors(before))
 
 
 def test_slots_are_nested_as_the_blocks_are():

@@ -157,6 +157,29 @@ def test_a_gradient_is_never_needed_where_nothing_trains():
     assert seen[-1] == (False, False)
 
 
+def test_outputs_of_a_standard_layer_need_grad_as_under_autograd():
+    """A float mask that it makes does not, though the layer has weights."""
+    seen = []
+
+    class Makes(nn.Linear):
+        def forward(self, x):
+            h = super().forward(x)
+            return h, h, (x > 0).float()
+
+    class Reads(nn.Module):
+        def forward(self, x, mask):
+            seen.append((x.requires_grad, mask.requires_grad))
+            return x * mask
+
+    half = HalfResidual(Reads(), n_context=2)
+    made = ReversibleTrainer(
+        [([Makes(WIDTH, WIDTH)], [half])], Sum(), lambda p: torch.optim.SGD(p, lr=0.1)
+    )
+    for _ in range(2):
+        made.one_step(torch.randn(3, WIDTH))
+        assert seen[-1] == (True, False)
+
+
 @pytest.mark.parametrize("offload", ["none", "host"])
 def test_an_error_in_a_layer_leaves_the_trainer_usable(offload):
     made = make("reversible", built=build(), offload=offload)
