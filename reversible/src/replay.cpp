@@ -1,55 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <replay.h>
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
-#include <ATen/SavedTensorHooks.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/equal.h>
 
 #include <algorithm>
-#include <mutex>
 
 namespace torch_sm3::reversible {
 namespace {
 
 using Values = std::vector<at::Tensor>;
-
-constexpr c10::DeviceType kAutocastTypes[] = {at::kCPU, at::kCUDA};
-
-at::Generator generator_of(c10::Device device) {
-  return device.is_cpu() ? at::detail::getDefaultCPUGenerator()
-                         : at::globalContext().defaultGenerator(device);
-}
-
-at::Tensor state_of(c10::Device device) {
-  at::Generator generator = generator_of(device);
-  const std::lock_guard<std::mutex> lock(generator.mutex());
-  return generator.get_state();
-}
-
-void set_state(c10::Device device, const at::Tensor& state) {
-  at::Generator generator = generator_of(device);
-  const std::lock_guard<std::mutex> lock(generator.mutex());
-  generator.set_state(state);
-}
-
-std::vector<Autocast> autocast_now() {
-  std::vector<Autocast> all;
-  for (const c10::DeviceType type : kAutocastTypes) {
-    all.push_back({type, std::nullopt});
-    if (at::autocast::is_autocast_enabled(type)) {
-      all.back().dtype = at::autocast::get_autocast_dtype(type);
-    }
-  }
-  return all;
-}
-
-bool any_enabled(const std::vector<Autocast>& all) {
-  return std::any_of(all.begin(), all.end(), [](const Autocast& autocast) {
-    return autocast.dtype.has_value();
-  });
-}
 
 // Every restoration happens in a destructor, so also when F throws.
 template <class Restore>
@@ -67,71 +26,6 @@ class Finally {
 
  private:
   Restore restore_;
-};
-
-// Keeps the hooks of the caller away from what F saves for its own graph. F may
-// have hooks itself, as checkpointing does.
-class WithoutSavedTensorHooks {
- public:
-  WithoutSavedTensorHooks() {
-    const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
-    if (!state.stack.empty()) {
-      outer_ = state;
-      at::impl::SavedTensorDefaultHooksTLS none;
-      none.disabled_error_message = state.disabled_error_message;
-      none.is_tracing = state.is_tracing;
-      at::SavedTensorDefaultHooks::set_tls_state(none);
-    }
-  }
-  ~WithoutSavedTensorHooks() {
-    if (outer_) {
-      at::SavedTensorDefaultHooks::set_tls_state(*outer_);
-    }
-  }
-  WithoutSavedTensorHooks(const WithoutSavedTensorHooks&) = delete;
-  WithoutSavedTensorHooks& operator=(const WithoutSavedTensorHooks&) = delete;
-
- private:
-  std::optional<at::impl::SavedTensorDefaultHooksTLS> outer_;
-};
-
-// The cache of cast weights stays off: a weight cast without grad must not be
-// found by an operator that needs its graph.
-class AutocastGuard {
- public:
-  explicit AutocastGuard(const std::vector<Autocast>& wanted)
-      : cache_(at::autocast::is_autocast_cache_enabled()) {
-    at::autocast::set_autocast_cache_enabled(false);
-    for (const Autocast& autocast : wanted) {
-      outer_.push_back(
-          {autocast.type,
-           at::autocast::is_autocast_enabled(autocast.type),
-           at::autocast::get_autocast_dtype(autocast.type)});
-      at::autocast::set_autocast_enabled(
-          autocast.type, autocast.dtype.has_value());
-      if (autocast.dtype) {
-        at::autocast::set_autocast_dtype(autocast.type, *autocast.dtype);
-      }
-    }
-  }
-  ~AutocastGuard() {
-    for (const Outer& outer : outer_) {
-      at::autocast::set_autocast_enabled(outer.type, outer.enabled);
-      at::autocast::set_autocast_dtype(outer.type, outer.dtype);
-    }
-    at::autocast::set_autocast_cache_enabled(cache_);
-  }
-  AutocastGuard(const AutocastGuard&) = delete;
-  AutocastGuard& operator=(const AutocastGuard&) = delete;
-
- private:
-  struct Outer {
-    c10::DeviceType type;
-    bool enabled;
-    at::ScalarType dtype;
-  };
-  bool cache_;
-  std::vector<Outer> outer_;
 };
 
 std::vector<int64_t> versions_of(at::TensorList tensors) {
@@ -162,23 +56,6 @@ devices_of(at::TensorList arguments, const Inventory& inventory) {
 }
 
 } // namespace
-
-at::Tensor* GeneratorStates::find(c10::Device device) {
-  for (auto& [key, state] : states_) {
-    if (key == device) {
-      return &state;
-    }
-  }
-  return nullptr;
-}
-
-void GeneratorStates::set(c10::Device device, at::Tensor state) {
-  if (at::Tensor* found = find(device)) {
-    *found = std::move(state);
-  } else {
-    states_.emplace_back(device, std::move(state));
-  }
-}
 
 Replay::Replay(const Function& function, const std::string& name)
     : function_(function),

@@ -6,8 +6,8 @@
 /// buffers and weights. The twin of torch_sm3/reversible/_replay.py.
 
 #include <function.h>
+#include <world.h>
 
-#include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
 
 #include <functional>
@@ -18,23 +18,6 @@
 #include <vector>
 
 namespace torch_sm3::reversible {
-
-/// States of the generators after the last F of a call.
-class GeneratorStates {
- public:
-  /// Returns the kept state of a device, or null.
-  at::Tensor* find(c10::Device device);
-  void set(c10::Device device, at::Tensor state);
-
- private:
-  std::vector<std::pair<c10::Device, at::Tensor>> states_;
-};
-
-/// The autocast of one device type; `dtype` only where it is enabled.
-struct Autocast {
-  c10::DeviceType type;
-  std::optional<at::ScalarType> dtype;
-};
 
 /// One F's first run, to be run again with the same outcome.
 class Replay {
