@@ -148,6 +148,7 @@ class Reversal:
         stack: list[Any],
         grads: Sequence[Tensor | None],
         aux_grads: Sequence[Tensor | None],
+        side_grads: Mapping[int, Tensor],
     ) -> tuple[list[Any], list[Tensor | None], dict[int, Tensor], dict[Any, Tensor]]:
         """Return the stack before the layer and all gradients.
 
@@ -155,14 +156,17 @@ class Reversal:
             stack: what :meth:`forward` returned.
             grads: of its items.
             aux_grads: of the aux outputs.
+            side_grads: of side context so far, by identity.
 
         Returns:
-            The stack; its gradients; those of side context by identity; those of
-            parameters.
+            The stack; its gradients; those of side context so far and from here; those
+            of parameters.
         """
         self._run.drift.clear()
         with without_autocast():
-            found = self._run.reverse_and_grad(stack, grads, self._separate(aux_grads))
+            found = self._run.reverse_and_grad(
+                stack, grads, self._separate(aux_grads), side_grads
+            )
         if self._layer.monitor is not None and self._run.drift:
             self._layer.monitor.judge(self._run.drift)
         return found.inputs, found.input_grads, found.side_grads, found.param_grads

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_sm3.reversible._ledger import Stats
 from torch_sm3.trainer._base import checked_loss
 from torch_sm3.trainer._exact import Entry, Reversal
-from torch_sm3.trainer._gradients import add, is_floating
+from torch_sm3.trainer._gradients import is_floating
 from torch_sm3.trainer._layers import Layer, Model, StandardLayers, as_items
 from torch_sm3.trainer._offload import Resident
 from torch_sm3.trainer._scale import Scale
@@ -239,11 +239,17 @@ class Track:
         self, layer: Layer, call: _Reversible
     ) -> dict[nn.Parameter, Tensor]:
         aux_grads = self._aux_grads.get(layer.index, [])
+        # Half by half onto what has come so far, in autograd's order.
+        totals = {
+            id(leaf): total
+            for place, leaf in call.side.items()
+            if (total := self.grads[place]) is not None
+        }
         self.stack, grads, side, by_parameter = call.run.reverse(
-            self.stack, self.grads, aux_grads
+            self.stack, self.grads, aux_grads, totals
         )
         for place, leaf in call.side.items():
-            grads[place] = add(grads[place], side.get(id(leaf)))
+            grads[place] = side.get(id(leaf))
         if call.run.drift is not None:
             self.drift[layer.index] = call.run.drift
         needed = zip(grads, call.needs, strict=True)
