@@ -27,14 +27,11 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class PlanEntry(NamedTuple):
-    """The plan of one block.
+    """The plan of one block, and why."""
 
-    Attributes:
-        plan: ``reversible``, ``store``, ``checkpoint`` or ``remember``.
-        reason: why.
-    """
-
+    #: ``reversible``, ``store``, ``checkpoint``, ``remember`` or ``error``.
     plan: str
+    #: Why.
     reason: str
 
 

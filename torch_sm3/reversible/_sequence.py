@@ -80,7 +80,6 @@ class ReversibleSequence(Block):
     Attributes:
         stats: counts of overflows and of blocks that the monitor made checkpoints.
         drift: what the monitor found in the last backward pass.
-        plan_report: for each block the plan and the reason.
 
     Shape:
         ``seq(*stack)`` takes at least :attr:`n_in` items and returns the resulting
