@@ -113,8 +113,9 @@ __global__ void __launch_bounds__(kSidecarThreads)
   __shared__ uint32_t of_warp[kMaxWarps];
   uint32_t total = 0;
   const uint32_t before = sum_before(counts, of_warp, &total);
-  int64_t byte = s.offsets[2 * blockIdx.x] + (before & 0xffffu);
-  int64_t number = s.offsets[2 * blockIdx.x + 1] + (before >> 16);
+  const size_t tile = blockIdx.x;
+  int64_t byte = s.offsets[2 * tile] + (before & 0xffffu);
+  int64_t number = s.offsets[2 * tile + 1] + (before >> 16);
   for_each_escape(s, s.codes, [&](int64_t i) {
     const U difference = sidecar_difference(x[i], estimate[i]);
     const bool wide = sidecar_is_wide(difference);

@@ -130,7 +130,10 @@ formula(const Kind& kind, const SequenceImpl& sequence, Tensors x) {
 
 struct MaskedImpl : nn::Module {
   MaskedImpl() : linear(register_module("linear", nn::Linear(6, 6))) {}
-  at::Tensor forward(const at::Tensor& x, at::Tensor memory, at::Tensor mask) {
+  at::Tensor forward(
+      const at::Tensor& x,
+      const at::Tensor& memory,
+      const at::Tensor& mask) {
     const at::Tensor y = linear->forward(x) + memory.mean(0);
     return mask.defined() ? y.masked_fill(mask, 0.0) : y;
   }

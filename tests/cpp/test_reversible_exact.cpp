@@ -317,7 +317,7 @@ TEST_F(ReversibleExact, MemoryDoesNotGrowWithDepth) {
 // The most that one step needs, for the gradients of the inputs.
 int64_t peak_bytes(int depth, const SequenceOptions& options) {
   Sequence sequence(repeated(additive, depth), options);
-  for (at::Tensor p : sequence->parameters()) {
+  for (const at::Tensor& p : sequence->parameters()) {
     p.set_requires_grad(false);
   }
   const auto x = streams(2, at::kFloat, {256, kWidth});

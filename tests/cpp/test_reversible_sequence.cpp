@@ -129,7 +129,7 @@ TEST_F(ReversibleSequence, ASequenceInsideF) {
 TEST_F(ReversibleSequence, WithoutGradItIsABareLoop) {
   Sequence sequence = chain(kinds()[0]);
   const Tensors x = streams(2);
-  const at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const at::Generator& generator = at::detail::getDefaultCPUGenerator();
   const at::Tensor state = generator.get_state();
   {
     const at::NoGradGuard no_grad;
@@ -139,7 +139,7 @@ TEST_F(ReversibleSequence, WithoutGradItIsABareLoop) {
     const c10::InferenceMode inference;
     EXPECT_TRUE(sequence->forward(x)[0].is_inference());
   }
-  for (at::Tensor p : sequence->parameters()) {
+  for (const at::Tensor& p : sequence->parameters()) {
     p.set_requires_grad(false);
   }
   EXPECT_TRUE(sequence->forward(x)[0].requires_grad());

@@ -33,13 +33,13 @@ class TORCH_SM3_API Block : public torch::nn::Module {
 
   /// \param stack at least `n_in()` tensors
   /// \param side  tensors that functions take besides; never rebuilt
-  std::vector<at::Tensor> forward(
+  virtual std::vector<at::Tensor> forward(
       const std::vector<at::Tensor>& stack,
       const std::vector<at::Tensor>& side = {}) const;
 
   /// Returns the stack that `forward` maps to this one, up to rounding;
   /// differentiable.
-  std::vector<at::Tensor> inverse(
+  virtual std::vector<at::Tensor> inverse(
       const std::vector<at::Tensor>& stack,
       const std::vector<at::Tensor>& side = {}) const;
 
@@ -56,10 +56,10 @@ class TORCH_SM3_API Block : public torch::nn::Module {
 /// Deep copies inside other modules, as `torch::nn::Cloneable` makes them.
 template <class Derived>
 class CloneableBlock : public Block {
- protected:
-  using Block::Block;
+  friend Derived;
+  CloneableBlock(std::string name, std::shared_ptr<const Steps> steps)
+      : Block(std::move(name), std::move(steps)) {}
 
- private:
   void clone_(torch::nn::Module& other, const std::optional<at::Device>& device)
       final {
     const auto copy = std::dynamic_pointer_cast<Derived>(other.clone(device));

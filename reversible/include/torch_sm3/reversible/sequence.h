@@ -48,12 +48,12 @@ class TORCH_SM3_API SequenceImpl : public CloneableBlock<SequenceImpl> {
   /// \param side  tensors that functions take besides; see HalfResidualOptions
   std::vector<at::Tensor> forward(
       const std::vector<at::Tensor>& stack,
-      const std::vector<at::Tensor>& side = {}) const;
+      const std::vector<at::Tensor>& side = {}) const override;
 
   /// Returns the stack that `forward` maps to this one.
   std::vector<at::Tensor> inverse(
       const std::vector<at::Tensor>& stack,
-      const std::vector<at::Tensor>& side = {}) const;
+      const std::vector<at::Tensor>& side = {}) const override;
 
   std::shared_ptr<torch::nn::Module>
   clone(const std::optional<at::Device>& device = std::nullopt) const override;
