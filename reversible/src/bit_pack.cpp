@@ -34,13 +34,13 @@ at::Tensor unpack_bits(
     at::IntArrayRef strides) {
   const c10::AutoGradMode no_grad(false);
   const int64_t count = c10::multiply_integers(sizes);
-  const at::Tensor mask = packed.unsqueeze(1)
-                              .bitwise_right_shift(shifts(packed))
-                              .bitwise_and(1)
-                              .to(at::kBool)
-                              .view({packed.size(0) * kBits})
-                              .narrow(0, 0, count)
-                              .view(sizes);
+  at::Tensor mask = packed.unsqueeze(1)
+                        .bitwise_right_shift(shifts(packed))
+                        .bitwise_and(1)
+                        .to(at::kBool)
+                        .view({packed.size(0) * kBits})
+                        .narrow(0, 0, count)
+                        .view(sizes);
   const at::Tensor like =
       at::empty_strided(sizes, strides, mask.options().device(at::kMeta));
   if (mask.strides() == strides || !like.is_non_overlapping_and_dense()) {

@@ -27,7 +27,8 @@ size_t CallState::place(const at::Tensor& tensor) {
   return side.size() - 1;
 }
 
-SavedRange CallState::save(SavedTensors& all, std::vector<at::Tensor> tensors) {
+SavedRange
+CallState::save(SavedTensors& all, const std::vector<at::Tensor>& tensors) {
   const size_t begin = all.size();
   for (const at::Tensor& tensor : tensors) {
     // Detached aliases: they share the version counter, but not the graph,
@@ -42,7 +43,7 @@ void CallState::close(const std::vector<at::Tensor>& streams) {
   n_streams_ = streams.size();
   n_side_ = side.size();
   save(*all, streams);
-  save(*all, std::move(side));
+  save(*all, side);
   side.clear();
   for (const auto& record : records) {
     if (record->memory) {
@@ -53,7 +54,7 @@ void CallState::close(const std::vector<at::Tensor>& streams) {
       record->correction = save(*all, {std::move(record->kept)});
       record->kept.reset();
     } else {
-      record->correction = save(*all, std::move(record->sidecar));
+      record->correction = save(*all, record->sidecar);
       record->sidecar.clear();
     }
   }
@@ -77,7 +78,7 @@ std::shared_ptr<Cursor> CallState::seek(size_t position) {
 
 std::shared_ptr<Cursor> CallState::current() {
   const int task = torch::autograd::get_current_graph_task_id();
-  const auto cursor = std::make_shared<Cursor>();
+  auto cursor = std::make_shared<Cursor>();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = cursors_.find(task);
@@ -146,7 +147,7 @@ at::Tensor CallState::rebuilt(
     return correction[0];
   }
   const c10::AutoGradMode no_grad(false);
-  const at::Tensor estimate =
+  at::Tensor estimate =
       undo_rule(record.half.rule, cursor.streams[record.half.acc], values);
   if (correction.empty()) {
     return estimate;

@@ -70,7 +70,8 @@ struct CallState : std::enable_shared_from_this<CallState> {
  private:
   std::shared_ptr<Cursor> current();
   static void move(const Record& record, Cursor& cursor, bool backwards);
-  static SavedRange save(SavedTensors& all, std::vector<at::Tensor> tensors);
+  static SavedRange
+  save(SavedTensors& all, const std::vector<at::Tensor>& tensors);
   void forget(int task);
 
   bool closed_ = false;

@@ -71,8 +71,7 @@ void MemoryFrame::load(std::vector<at::Tensor> kept) {
 
 at::Tensor
 MemoryFrame::record(const at::Tensor& x, const std::string& key) const {
-  const at::Tensor value =
-      is_packed(x.scalar_type()) ? pack_bits(x) : x.detach();
+  at::Tensor value = is_packed(x.scalar_type()) ? pack_bits(x) : x.detach();
   const std::lock_guard<std::mutex> lock(memory->mutex_);
   memory->entries_.push_back(
       {key,
@@ -146,7 +145,7 @@ at::Tensor MemoryFrame::recall(const at::Tensor& x, const std::string& key) {
   taken[index] = true;
   const Entry& entry = entries[index];
   check(entry, x, index);
-  const at::Tensor value =
+  at::Tensor value =
       is_packed(entry.type)
           ? unpack_bits(values[index], entry.sizes, entry.strides)
           : values[index].detach();

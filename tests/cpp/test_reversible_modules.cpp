@@ -130,11 +130,11 @@ TEST_F(ReversibleModules, SaveLoadAndTrainOnWithEqualBits) {
   EXPECT_TRUE(sequence->named_parameters().contains("blocks.0.F.weight"));
   const Tensors x = streams(2);
   for (int step = 0; step < 3; ++step) {
-    for (Sequence s : {sequence, other}) {
+    for (const Sequence& s : {sequence, other}) {
       const auto grads = gradients(loss_of(s->forward(x)), {}, s->parameters());
       const at::NoGradGuard no_grad;
       size_t i = 0;
-      for (at::Tensor p : s->parameters()) {
+      for (const at::Tensor& p : s->parameters()) {
         p.sub_(grads[i++], 0.01);
       }
     }
@@ -162,7 +162,7 @@ TEST_F(ReversibleModules, ClonesAreDeep) {
     expect_equal(copy->forward(x), sequence->forward(x));
     const at::NoGradGuard no_grad;
     const Tensors before = sequence->forward(x);
-    for (at::Tensor p : copy->parameters()) {
+    for (const at::Tensor& p : copy->parameters()) {
       p.zero_();
     }
     expect_equal(sequence->forward(x), before);
