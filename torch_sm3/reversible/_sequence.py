@@ -55,7 +55,7 @@ class ReversibleSequence(Block):
             rounding. ``"grid"``: bit for bit, by rounding streams and residuals to
             multiples of :math:`2^{-\mathtt{grid\_bits}}`; float32 or float64 streams
             and additive blocks; no memory. ``"sidecar"``: bit for bit, by storing about
-            3 bits for each element that a half changes; every block and floating dtype.
+            2 bits for each element that a half changes; every block and floating dtype.
         grid_bits: binary digits after the point in grid mode. Sums are exact while
             streams stay below :math:`2^{24 - \mathtt{grid\_bits}}` in float32.
         plan: ``"reversible"``; ``"store"``, which is ordinary autograd;
