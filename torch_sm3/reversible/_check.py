@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from torch_sm3.reversible._bare import same_bits
-from torch_sm3.reversible._block import Block, changed_items, check_count, run_steps
+from torch_sm3.reversible._block import Block, check_count, run_steps
 from torch_sm3.reversible._drift import ordinal
-from torch_sm3.reversible._exact import on_grid, rule_of
+from torch_sm3.reversible._exact import entered, rule_of
 from torch_sm3.reversible._layer import LayerRun
 from torch_sm3.reversible._observe import Choices, SavedBytes, World
 from torch_sm3.reversible._plan import LOW_PRECISION, PlanEntry, is_utility
@@ -172,10 +172,7 @@ def check_reversible(
     items = seq.entering(inputs) if seq is not None else list(inputs)
     check_count("check_reversible", module.n_in, items)
     items = [x.detach() if isinstance(x, Tensor) else x for x in items]
-    if exact == "grid":
-        for i in changed_items(blocks, len(items)):
-            if is_stream(items[i]):
-                items[i] = on_grid(items[i], bits)
+    items = entered(items, blocks, exact, bits)
     context = Side(side)
     reports = []
     world = World(module)

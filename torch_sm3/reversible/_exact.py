@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_sm3 import _ops
+from torch_sm3.reversible._block import Block, changed_items
 from torch_sm3.reversible._ledger import Ledger
 from torch_sm3.reversible._rules import DIGITS, Add, GridAdd, Rule, quantize
+from torch_sm3.reversible._steps import is_stream
 
 #: Halves whose overflow flag may still be on its way from the device.
 CUDA_LAG = 4
@@ -43,9 +45,20 @@ def dense(item: Tensor) -> Tensor:
     return item if same else item.contiguous()
 
 
-def entering(item: Tensor, exact: str, bits: int) -> Tensor:
-    """Return a stream as an exact mode needs it."""
-    return on_grid(item, bits) if exact == "grid" else dense(item)
+def entered(
+    stack: Sequence[Any], blocks: Iterable[Block], exact: str, bits: int
+) -> list[Any]:
+    """Return a stack that enters ``blocks``, its streams as an exact mode needs them.
+
+    Items that no block changes are left alone.
+    """
+    items = list(stack)
+    if exact != "none":
+        for i in changed_items(blocks, len(items)):
+            if is_stream(items[i]):
+                grid = exact == "grid"
+                items[i] = on_grid(items[i], bits) if grid else dense(items[i])
+    return items
 
 
 def on_grid(item: Tensor, bits: int) -> Tensor:

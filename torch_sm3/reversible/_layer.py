@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from torch_sm3.reversible._block import Block, changed_items, has_aux
+from torch_sm3.reversible._block import Block, has_aux
 from torch_sm3.reversible._call import MoveRecord
 from torch_sm3.reversible._drift import Drift, DriftMonitor
-from torch_sm3.reversible._exact import Watch, entering
+from torch_sm3.reversible._exact import Watch, entered
 from torch_sm3.reversible._half import HalfRecord
 from torch_sm3.reversible._ledger import Ledger, Options, Stats
 from torch_sm3.reversible._moves import Move, sum_of
@@ -97,13 +97,7 @@ class LayerRun:
 
     def enter(self, stack: Sequence[Any], blocks: Sequence[Block]) -> list[Any]:
         """Return a stack that enters ``blocks``: on the grid, where there is one."""
-        items = list(stack)
-        exact, bits = self._options.exact, self._options.grid_bits
-        if exact != "none":
-            for i in changed_items(blocks, len(items)):
-                if is_stream(items[i]):
-                    items[i] = entering(items[i], exact, bits)
-        return items
+        return entered(stack, blocks, self._options.exact, self._options.grid_bits)
 
     def forward(
         self,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch_sm3.reversible._block import (
     Block,
     Stepwise,
-    changed_items,
     check_count,
     check_names,
     has_aux,
@@ -21,7 +20,7 @@ from torch_sm3.reversible._block import (
 )
 from torch_sm3.reversible._call import Call
 from torch_sm3.reversible._drift import Drift, DriftMonitor
-from torch_sm3.reversible._exact import entering, rule_of
+from torch_sm3.reversible._exact import entered, rule_of
 from torch_sm3.reversible._hooks import has_hooks, run_inside
 from torch_sm3.reversible._inventory import Inventory
 from torch_sm3.reversible._ledger import Ledger, Options, Stats
@@ -36,7 +35,7 @@ from torch_sm3.reversible._plan import (
 )
 from torch_sm3.reversible._region import eager_region, load_compiler
 from torch_sm3.reversible._side import Side
-from torch_sm3.reversible._steps import Half, Step, is_stream
+from torch_sm3.reversible._steps import Half, Step
 from torch_sm3.reversible._surroundings import check_surroundings, needs_graph
 
 
@@ -209,9 +208,7 @@ class ReversibleSequence(Block):
         check_names("ReversibleSequence", context, self)
         if self.exact != "none":
             check_kinds(self, items)
-            for i in changed_items(self, len(items)):
-                if is_stream(items[i]):
-                    items[i] = entering(items[i], self.exact, self.grid_bits)
+            items = entered(items, self, self.exact, self.grid_bits)
         if plain or not self._wants_grad([*items, *context.tensors]):
             aux = self._run_plainly(items, context)
         else:

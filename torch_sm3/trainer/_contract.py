@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from torch_sm3.reversible._steps import is_stream
 from torch_sm3.trainer._batch import as_stack
 from torch_sm3.trainer._exact import pieces
-from torch_sm3.trainer._gradients import is_floating
 from torch_sm3.trainer._layers import Layer, Model, StandardLayers
 from torch_sm3.trainer._shapes import Shapes, n_bytes, peak_of_product
 from torch_sm3.trainer._side import SideItems
@@ -206,7 +206,7 @@ class _Counted(nn.Module):
 
 
 def _moves(item: Any) -> bool:
-    return is_floating(item) and item.requires_grad
+    return is_stream(item) and item.requires_grad
 
 
 def _afresh(item: Any) -> Any:

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from torch_sm3.reversible import Block, LayerRun, ReversibleSequence
-from torch_sm3.reversible._block import changed_items, has_aux
-from torch_sm3.reversible._exact import entering
+from torch_sm3.reversible._block import has_aux
+from torch_sm3.reversible._exact import entered
 from torch_sm3.reversible._ledger import Stats
 from torch_sm3.reversible._moves import Move
 from torch_sm3.reversible._plain import run_step
 from torch_sm3.reversible._plan import check_kinds, check_precision
 from torch_sm3.reversible._side import Side
-from torch_sm3.reversible._steps import Step
-from torch_sm3.trainer._gradients import is_floating, without_autocast
+from torch_sm3.reversible._steps import Step, is_stream
+from torch_sm3.trainer._gradients import without_autocast
 from torch_sm3.trainer._layers import Layer, Model
 
 #: Binary digits after the point in grid mode, as by default in a sequence.
@@ -73,13 +73,7 @@ class Entry:
             return items
         check_kinds(section, items)
         check_precision(section, items, [self._plan] * len(section))
-        if self._exact == "none":
-            return items
-        result = list(items)
-        for i in changed_items(section, len(items)):
-            if is_floating(items[i]):
-                result[i] = entering(items[i], self._exact, GRID_BITS)
-        return result
+        return entered(items, section, self._exact, GRID_BITS)
 
 
 def store_run(layer: Layer, exact: str) -> StoreRun:
@@ -185,14 +179,14 @@ class Reversal:
     def _separate(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of each half's aux outputs, given the joined ones."""
         block = _block(self._layer)
-        halves = [item for item in tree_leaves(self._run.aux) if is_floating(item)]
+        halves = [item for item in tree_leaves(self._run.aux) if is_stream(item)]
         if not halves or all(grad is None for grad in grads):
             return [None] * len(halves)
         steps = [step for step in block._steps() if step.has_aux]
         if len(steps) == 1:
             joined = tree_leaves(self._run.joined_aux)
             pairs = zip(joined, grads, strict=True)
-            return [grad for item, grad in pairs if is_floating(item)]
+            return [grad for item, grad in pairs if is_stream(item)]
         # A block may sum what its halves return.
         leaves = [item.detach().requires_grad_() for item in self._run.aux]
         with torch.enable_grad():

@@ -13,11 +13,6 @@ from torch import Tensor, nn
 from torch_sm3.trainer._layers import Layer
 
 
-def is_floating(item: Any) -> bool:
-    """Tell whether a stack item can have a gradient."""
-    return isinstance(item, Tensor) and (item.is_floating_point() or item.is_complex())
-
-
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
     """Run a backward pass as outside of autocast, where ordinary loops run it."""

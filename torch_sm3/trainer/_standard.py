@@ -14,8 +14,9 @@ from torch_sm3.reversible._ledger import Ledger, Options, Stats
 from torch_sm3.reversible._remember import Memory
 from torch_sm3.reversible._replay import Replay
 from torch_sm3.reversible._side import Side
+from torch_sm3.reversible._steps import is_stream
 from torch_sm3.reversible._vjp import roots_of, vjp
-from torch_sm3.trainer._gradients import is_floating, without_autocast
+from torch_sm3.trainer._gradients import without_autocast
 
 
 class Rerun:
@@ -94,7 +95,7 @@ class Rerun:
         inputs = [item for item in tracked if isinstance(item, Tensor)]
         needs = [item.requires_grad for item in inputs]
         parameters = self.parameters
-        values = [item if is_floating(item) else None for item in outputs]
+        values = [item if is_stream(item) else None for item in outputs]
         pairs = [
             (value, grad)
             for value, grad in zip(values, grads, strict=True)
@@ -118,7 +119,7 @@ class Rerun:
 def track(inputs: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
     """Return the inputs as leaves of a graph of their own."""
     return [
-        item.detach().requires_grad_(need and is_floating(item))
+        item.detach().requires_grad_(need and is_stream(item))
         if isinstance(item, Tensor)
         else item
         for item, need in zip(inputs, needs, strict=True)
@@ -148,7 +149,7 @@ class Flags:
             return rerun.first(inputs), flags
         outputs = rerun.first(track(inputs, needs), with_grad=True)
         if flags is None:
-            flags = [is_floating(item) and item.requires_grad for item in outputs]
+            flags = [is_stream(item) and item.requires_grad for item in outputs]
             bare = rerun.again(inputs, with_grad=False)
             self._known[key] = flags, not all(map(_same_bits, outputs, bare))
         return [o.detach() if isinstance(o, Tensor) else o for o in outputs], flags

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_sm3.reversible._ledger import Stats
+from torch_sm3.reversible._steps import is_stream
 from torch_sm3.trainer._base import checked_loss
 from torch_sm3.trainer._exact import Entry, Reversal
-from torch_sm3.trainer._gradients import is_floating
 from torch_sm3.trainer._layers import Layer, Model, StandardLayers, as_items
 from torch_sm3.trainer._offload import Resident
 from torch_sm3.trainer._scale import Scale
@@ -178,7 +178,7 @@ class Track:
         """
         aux = [item for _, items in self._aux for item in items]
         whole = [*self.stack, *aux]
-        needs = [*self._needs, *map(is_floating, aux)]
+        needs = [*self._needs, *map(is_stream, aux)]
         count = loss_inputs(layer, whole)
         inputs = track(whole[:count], needs[:count])
         call = self._loss_call
