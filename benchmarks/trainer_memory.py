@@ -22,42 +22,25 @@ from typing import Any
 import torch
 from _meter import bytes_of
 from _report import Figure, arguments, finish
-from torch import Tensor, nn
+from _trainer_layers import make
+from torch import Tensor
 
-import torch_sm3
-from torch_sm3.reversible import AdditiveCoupling
 from torch_sm3.trainer import ReversibleTrainer
 
 LIMIT = 1.10
 CONFIRMED = 1.15
 
 
-class Streams(nn.Module):
-    """A batch as two streams."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return them."""
-        return x, x.clone()
-
-
-class Loss(nn.Module):
-    """A scalar of two streams."""
-
-    n_in = 2
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the mean square of their sum."""
-        return (a + b).square().mean()
-
-
-def mlp(width: int) -> nn.Module:
-    """Return a pre-norm MLP of expansion 4."""
-    return nn.Sequential(
-        nn.LayerNorm(width),
-        nn.Linear(width, 4 * width),
-        nn.GELU(),
-        nn.Linear(4 * width, width),
+def _trainer(depth: int, options: argparse.Namespace) -> ReversibleTrainer:
+    trainer: ReversibleTrainer = make(
+        ReversibleTrainer,
+        options.width,
+        depth,
+        exact="grid",
+        n_microbatches=options.microbatches,
+        clip_grad_norm=1.0 if options.clip else None,
     )
+    return trainer
 
 
 def status(field: str) -> int:
@@ -66,21 +49,6 @@ def status(field: str) -> int:
     if match is None:
         raise SystemExit(f"/proc/self/status has no {field}")
     return 1024 * int(match.group(1))
-
-
-def make(depth: int, options: argparse.Namespace) -> ReversibleTrainer:
-    """Return a trainer of a deep model."""
-    torch.manual_seed(0)
-    width = options.width
-    layers = [AdditiveCoupling(mlp(width), mlp(width)) for _ in range(depth)]
-    return ReversibleTrainer(
-        [([Streams()], layers)],
-        Loss(),
-        lambda params: torch_sm3.SM3(params, lr=1e-4),
-        exact="grid",
-        n_microbatches=options.microbatches,
-        clip_grad_norm=1.0 if options.clip else None,
-    )
 
 
 def resident(trainer: ReversibleTrainer) -> int:
@@ -99,7 +67,7 @@ def resident(trainer: ReversibleTrainer) -> int:
 def child(options: argparse.Namespace) -> None:
     """Measure one depth in this process."""
     small = argparse.Namespace(**{**vars(options), "width": 32})
-    warm = make(1, small)
+    warm = _trainer(1, small)
     for step in range(2):
         warm.one_step(torch.randn(8, 32), rng=step)
     x = torch.randn(options.tokens, options.width)
@@ -107,7 +75,7 @@ def child(options: argparse.Namespace) -> None:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # forgets the high-water mark
     before = status("VmRSS")
-    trainer = make(options.depth, options)
+    trainer = _trainer(options.depth, options)
     for step in range(2):
         trainer.one_step(x, rng=step)
     high = status("VmHWM") - before

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from _report import Figure, arguments, finish
-from torch import Tensor, nn
+from _trainer_layers import make
 
-import torch_sm3
-from torch_sm3.reversible import AdditiveCoupling
 from torch_sm3.trainer import ReversibleTrainer, Trainer
 
 #: What each is set beside, and how many times its time it may take, with some slack.
@@ -36,50 +34,13 @@ WAYS: dict[str, tuple[dict[str, Any], str, float | None]] = {
 }
 
 
-class Streams(nn.Module):
-    """A batch as two streams."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return them."""
-        return x, x.clone()
-
-
-class Loss(nn.Module):
-    """A scalar of two streams."""
-
-    n_in = 2
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the mean square of their sum."""
-        return (a + b).square().mean()
-
-
-def mlp(width: int) -> nn.Module:
-    """Return a pre-norm MLP of expansion 4."""
-    return nn.Sequential(
-        nn.LayerNorm(width),
-        nn.Linear(width, 4 * width),
-        nn.GELU(),
-        nn.Linear(4 * width, width),
-    )
-
-
-def make(cls: Any, options: argparse.Namespace, **settings: Any) -> Any:
-    """Return a trainer of couplings of MLPs."""
-    torch.manual_seed(0)
-    width = options.width
-    layers = [AdditiveCoupling(mlp(width), mlp(width)) for _ in range(options.depth)]
-    blocks = [([Streams()], layers)]
-    return cls(
-        blocks, Loss(), lambda params: torch_sm3.SM3(params, lr=1e-4), **settings
-    )
-
-
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """Return the seconds of each repetition of each way."""
-    trainers = {"store": make(Trainer.from_blocks, options)}
+    trainers = {"store": make(Trainer.from_blocks, options.width, options.depth)}
     for name, (settings, _, _) in WAYS.items():
-        trainers[name] = make(ReversibleTrainer, options, **settings)
+        trainers[name] = make(
+            ReversibleTrainer, options.width, options.depth, **settings
+        )
     x = torch.randn(options.tokens, options.width)
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for repeat in range(options.repeats + 2):
