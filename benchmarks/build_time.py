@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument(
         "--kernel",
         type=Path,
-        default=ROOT / "torch_sm3/csrc/sm3_kernel_avx512.cpp",
+        default=ROOT / "torch_sm3/csrc/sm3/sm3_kernel_avx512.cpp",
         help="the source that is edited (its text is restored)",
     )
     arguments = parser.parse_args()

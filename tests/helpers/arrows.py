@@ -23,6 +23,8 @@ INCLUDE_DIRS = [
     "reversible/include",
     "pipeline/include",
     "torch_sm3/csrc",
+    "torch_sm3/csrc/sm3",
+    "torch_sm3/csrc/adasum",
     "reversible/src",
     "pipeline/src",
     "tests/cpp",

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "adasum_exchange.h"
 
-#include "adasum_cpu.h"
 #include "adasum_ops.h"
+#include "adasum_tags.h"
 
 #include <torch_sm3/library.h>
 
@@ -18,10 +18,6 @@
 namespace torch_sm3::distributed {
 namespace {
 
-// Scratch that a bucket of small layers may use; a larger single layer gets
-// what it needs.
-constexpr int64_t kScratchBytes = int64_t{64} << 20;
-
 // What must be equal on all ranks before data moves: 64 bytes.
 struct Header {
   int64_t sequence, elements, layers, layout, dtype, mode, scale, algorithm;
@@ -29,27 +25,12 @@ struct Header {
 };
 static_assert(sizeof(Header) == 64);
 
-enum class Algorithm : int64_t { gather = 1 };
-
-// FNV-1a over 64-bit words.
-uint64_t mix(uint64_t hash, uint64_t word) {
-  for (int byte = 0; byte < 8; ++byte) {
-    hash = (hash ^ ((word >> (8 * byte)) & 0xffu)) * 0x100000001b3u;
-  }
-  return hash;
-}
-constexpr uint64_t kHashStart = 0xcbf29ce484222325u;
-
 uint64_t layout_hash(const std::vector<int64_t>& sizes) {
   uint64_t hash = kHashStart;
   for (const int64_t size : sizes) {
     hash = mix(hash, static_cast<uint64_t>(size));
   }
   return hash;
-}
-
-int tag_of(uint64_t hash) {
-  return static_cast<int>((hash ^ (hash >> 31)) & 0x7fffffffu);
 }
 
 // Swaps one plain struct with all ranks; by rank.
@@ -62,9 +43,18 @@ std::vector<Value> swap_values(
   const int64_t size = static_cast<int64_t>(sizeof(Value));
   at::Tensor all =
       at::empty({transport.size(), size}, at::TensorOptions().dtype(at::kByte));
-  std::vector<at::Tensor> rows = all.unbind(0);
-  std::memcpy(rows[transport.rank()].mutable_data_ptr(), &mine, sizeof(Value));
-  transport.wait(transport.post(rows, tag, what));
+  std::vector<Transport::Message> receives, sends;
+  const at::Tensor own = all[transport.rank()];
+  std::memcpy(own.mutable_data_ptr(), &mine, sizeof(Value));
+  for (int peer = 0; peer < transport.size(); ++peer) {
+    if (peer != transport.rank()) {
+      receives.push_back({peer, all[peer]});
+      sends.push_back({peer, own});
+    }
+  }
+  const auto posted =
+      transport.post(std::move(receives), std::move(sends), tag, what);
+  transport.wait(*posted);
   std::vector<Value> values(transport.size());
   std::memcpy(values.data(), all.const_data_ptr(), all.nbytes());
   return values;
@@ -147,15 +137,13 @@ void check_request(const Request& request, const char* op) {
         " (argument 'tensors')");
     elements += tensor.numel();
   }
-  check_sizes(request.sizes, elements, op);
-  check_scale(request.scale, op);
+  check_sizes(request.plan->layout.sizes(), elements, op);
+  check_scale(request.plan->rule.scale, op);
   check_overlap(request, op);
 }
 
-Exchange::Exchange(
-    c10::intrusive_ptr<c10d::ProcessGroup> group,
-    std::chrono::milliseconds timeout)
-    : transport_(std::move(group), timeout) {}
+Exchange::Exchange(std::unique_ptr<Transport> transport)
+    : transport_(std::move(transport)) {}
 
 void Exchange::check_fingerprint(const char* op) {
   struct Fingerprint {
@@ -168,11 +156,11 @@ void Exchange::check_fingerprint(const char* op) {
   }
   const Fingerprint mine{build, static_cast<uint64_t>(cpu_capability())};
   const auto all = swap_values(
-      transport_,
+      *transport_,
       mine,
       tag_of(mix(kHashStart, 1)),
       c10::str(op, ": comparing the libraries of all ranks"));
-  for (int peer = 0; peer < transport_.size(); ++peer) {
+  for (int peer = 0; peer < transport_->size(); ++peer) {
     TORCH_CHECK_VALUE(
         all[peer] == all[0],
         op,
@@ -183,7 +171,7 @@ void Exchange::check_fingerprint(const char* op) {
         " on rank ",
         peer,
         " than on rank 0",
-        transport_.place());
+        transport_->place());
   }
 }
 
@@ -209,13 +197,35 @@ void Exchange::run(const Request& request) {
       start += tensor.numel();
     }
   }
-  if (transport_.size() > 1 && request.check) {
-    check_header(request, flat);
+  const Plan& plan = *request.plan;
+  const Algorithm algorithm = choose_algorithm(
+      plan,
+      transport_->size(),
+      0,
+      true,
+      static_cast<int64_t>(flat.nbytes()),
+      request.what.c_str());
+  if (transport_->size() > 1 && request.check) {
+    check_header(request, algorithm, flat);
   }
-  if (request.mode == Mode::mean || request.mode == Mode::sum) {
+  if (plan.rule.mode == Mode::mean || plan.rule.mode == Mode::sum) {
     reduce(request, flat);
   } else {
-    gather(request, flat);
+    const uint64_t call =
+        mix(mix(mix(mix(kHashStart, 3), sequence_),
+                layout_hash(plan.layout.sizes())),
+            flat.element_size());
+    run_algorithm(
+        algorithm,
+        {plan,
+         flat,
+         flat,
+         *transport_,
+         nullptr,
+         scratch_,
+         call,
+         request.what,
+         nullptr});
   }
   if (!in_place) {
     int64_t start = 0;
@@ -226,27 +236,30 @@ void Exchange::run(const Request& request) {
     }
   }
   if (request.release) {
-    scratch_[0].clear();
-    scratch_[1].clear();
+    scratch_.release();
   }
 }
 
-void Exchange::check_header(const Request& request, const at::Tensor& flat) {
+void Exchange::check_header(
+    const Request& request,
+    Algorithm algorithm,
+    const at::Tensor& flat) {
+  const Plan& plan = *request.plan;
   const Header mine{
       sequence_,
       flat.numel(),
-      static_cast<int64_t>(request.sizes.size()),
-      static_cast<int64_t>(layout_hash(request.sizes)),
+      plan.layout.layers(),
+      static_cast<int64_t>(layout_hash(plan.layout.sizes())),
       static_cast<int64_t>(flat.scalar_type()),
-      static_cast<int64_t>(request.mode),
-      std::bit_cast<int64_t>(request.scale),
-      static_cast<int64_t>(Algorithm::gather)};
+      static_cast<int64_t>(plan.rule.mode),
+      std::bit_cast<int64_t>(plan.rule.scale),
+      static_cast<int64_t>(algorithm)};
   const auto all = swap_values(
-      transport_,
+      *transport_,
       mine,
       tag_of(mix(kHashStart, 2)),
       c10::str(request.what, ", header"));
-  for (int peer = 0; peer < transport_.size(); ++peer) {
+  for (int peer = 0; peer < transport_->size(); ++peer) {
     TORCH_CHECK(
         all[peer] == all[0],
         request.what,
@@ -256,113 +269,24 @@ void Exchange::check_header(const Request& request, const at::Tensor& flat) {
         describe(all[peer]),
         " on rank ",
         peer,
-        transport_.place());
+        transport_->place());
   }
 }
 
 void Exchange::reduce(const Request& request, at::Tensor flat) {
-  const double divisor = request.mode == Mode::mean ? transport_.size() : 1.0;
-  const double factor = request.scale / divisor;
+  const Rule& rule = request.plan->rule;
+  const double divisor = rule.mode == Mode::mean ? transport_->size() : 1.0;
+  const double factor = rule.scale / divisor;
   // A sum of 16-bit numbers may leave their range before it is divided.
   const bool first = flat.element_size() == 2;
   if (first && factor != 1.0) {
     flat.mul_(factor);
   }
-  if (transport_.size() > 1) {
-    transport_.sum(flat, request.what);
+  if (transport_->size() > 1) {
+    transport_->sum(flat, request.what);
   }
   if (!first && factor != 1.0) {
     flat.mul_(factor);
-  }
-}
-
-std::vector<Exchange::Window> Exchange::cut_into_windows(
-    const Request& request,
-    const at::Tensor& flat) const {
-  const int64_t others = std::max(transport_.size() - 1, 1);
-  const int64_t limit = kScratchBytes / (2 * others) / flat.element_size();
-  const c10::IntArrayRef sizes = request.sizes;
-  std::vector<Window> windows;
-  int64_t start = 0;
-  for (size_t first = 0, last = 0; first < sizes.size(); first = last) {
-    int64_t elements = sizes[last++];
-    while (last < sizes.size() && elements + sizes[last] <= limit) {
-      elements += sizes[last++];
-    }
-    if (elements > 0) {
-      windows.push_back(
-          {sizes.slice(first, last - first),
-           flat.narrow(0, start, elements),
-           {},
-           {}});
-    }
-    start += elements;
-  }
-  return windows;
-}
-
-void Exchange::post(
-    const Request& request,
-    Window& window,
-    size_t index,
-    uint64_t call) {
-  const at::Tensor own = window.own.view(at::kByte);
-  std::vector<at::Tensor>& scratch = scratch_[index % 2];
-  scratch.resize(transport_.size());
-  for (int peer = 0; peer < transport_.size(); ++peer) {
-    if (peer == transport_.rank()) {
-      window.rows.push_back(own);
-      continue;
-    }
-    if (!scratch[peer].defined() || scratch[peer].numel() < own.numel()) {
-      scratch[peer] = at::empty({own.numel()}, own.options());
-    }
-    window.rows.push_back(scratch[peer].narrow(0, 0, own.numel()));
-  }
-  window.posted = transport_.post(
-      window.rows, tag_of(mix(call, index)), c10::str(request.what, ", data"));
-}
-
-void Exchange::compute(const Request& request, const Window& window) const {
-  const int64_t p = transport_.size();
-  std::vector<const void*> pointers;
-  for (const at::Tensor& row : window.rows) {
-    pointers.push_back(row.const_data_ptr());
-  }
-  const Leaves leaves{
-      pointers.data(),
-      p,
-      scalar_kind(window.own.scalar_type(), "adasum", "tensors")};
-  const auto layers = static_cast<int64_t>(window.sizes.size());
-  std::vector<double> gram(layers * p * p);
-  std::vector<double> coefficients(layers * p);
-  gram_cpu(leaves, window.sizes, gram.data());
-  coefficients_cpu(
-      gram.data(),
-      layers,
-      p,
-      request.mode,
-      nullptr,
-      request.scale,
-      coefficients.data());
-  combine_cpu(
-      leaves, coefficients.data(), window.sizes, window.own.mutable_data_ptr());
-}
-
-void Exchange::gather(const Request& request, const at::Tensor& flat) {
-  uint64_t call = mix(mix(kHashStart, 3), sequence_);
-  call = mix(mix(call, layout_hash(request.sizes)), flat.element_size());
-  std::vector<Window> windows = cut_into_windows(request, flat);
-  if (!windows.empty()) {
-    post(request, windows[0], 0, call);
-  }
-  for (size_t w = 0; w < windows.size(); ++w) {
-    // The own row is overwritten by the result, so it must have left as well.
-    transport_.wait(windows[w].posted);
-    if (w + 1 < windows.size()) {
-      post(request, windows[w + 1], w + 1, call);
-    }
-    compute(request, windows[w]);
   }
 }
 

@@ -2,6 +2,7 @@
 #include <torch_sm3/distributed.h>
 
 #include "adasum_exchange.h"
+#include "adasum_group_transport.h"
 #include "adasum_ops.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -21,20 +22,27 @@ std::chrono::milliseconds timeout_of(const c10d::ProcessGroup& group) {
 }
 
 // Requests of one dtype each, in the order of the list.
-std::vector<Request> split_by_dtype(at::TensorList tensors) {
+std::vector<Request> split_by_dtype(at::TensorList tensors, const Rule& rule) {
   std::vector<Request> requests;
+  std::vector<std::vector<int64_t>> sizes;
   for (const at::Tensor& tensor : tensors) {
-    Request* request = nullptr;
-    for (Request& other : requests) {
-      if (other.tensors[0].scalar_type() == tensor.scalar_type()) {
-        request = &other;
-      }
+    size_t k = 0;
+    while (k < requests.size() &&
+           requests[k].tensors[0].scalar_type() != tensor.scalar_type()) {
+      ++k;
     }
-    if (request == nullptr) {
-      request = &requests.emplace_back();
+    if (k == requests.size()) {
+      requests.emplace_back();
+      sizes.emplace_back();
     }
-    request->tensors.push_back(tensor);
-    request->sizes.push_back(tensor.numel());
+    requests[k].tensors.push_back(tensor);
+    sizes[k].push_back(tensor.numel());
+  }
+  for (size_t k = 0; k < requests.size(); ++k) {
+    Plan plan(Layout(std::move(sizes[k])));
+    plan.rule = rule;
+    requests[k].plan = std::make_shared<const Plan>(std::move(plan));
+    requests[k].what = kOp;
   }
   return requests;
 }
@@ -48,14 +56,15 @@ void reduce_over_group(
       !tensors.empty(),
       kOp,
       ": expected at least one tensor, but got none (argument 'tensors')");
-  std::vector<Request> requests = split_by_dtype(tensors);
-  for (Request& request : requests) {
-    request.mode = parse_mode(mode, kOp);
-    request.scale = scale;
-    request.what = kOp;
+  Rule rule;
+  rule.mode = parse_mode(mode, kOp);
+  rule.scale = scale;
+  const std::vector<Request> requests = split_by_dtype(tensors, rule);
+  for (const Request& request : requests) {
     check_request(request, kOp);
   }
-  Exchange exchange(group, timeout_of(*group));
+  Exchange exchange(
+      std::make_unique<GroupTransport>(group, timeout_of(*group)));
   for (const Request& request : requests) {
     exchange.run(request);
   }

@@ -43,26 +43,11 @@ void for_tiles(const std::vector<Tile>& tiles, const Function& function) {
 
 } // namespace
 
-std::vector<Tile> cut_into_tiles(c10::IntArrayRef sizes) {
-  std::vector<Tile> tiles;
-  int64_t layer_start = 0;
-  for (size_t layer = 0; layer < sizes.size(); ++layer) {
-    for (int64_t begin = 0; begin < sizes[layer]; begin += kTile) {
-      tiles.push_back(
-          {static_cast<int64_t>(layer),
-           layer_start + begin,
-           std::min(kTile, sizes[layer] - begin)});
-    }
-    layer_start += sizes[layer];
-  }
-  return tiles;
-}
-
-void gram_cpu(const Leaves& leaves, c10::IntArrayRef sizes, double* gram) {
+void dots_cpu(
+    const Leaves& leaves,
+    const std::vector<Tile>& tiles,
+    double* partial) {
   const int64_t p = leaves.p;
-  const int64_t pairs = pair_count(p);
-  const std::vector<Tile> tiles = cut_into_tiles(sizes);
-  std::vector<double> partial(tiles.size() * static_cast<size_t>(pairs));
   for_tiles(tiles, [&](int64_t first, int64_t last) {
     std::vector<double> scratch(static_cast<size_t>(dots_scratch(p)));
     for (int64_t t = first; t < last; ++t) {
@@ -73,27 +58,44 @@ void gram_cpu(const Leaves& leaves, c10::IntArrayRef sizes, double* gram) {
           tiles[t].start,
           tiles[t].size,
           scratch.data(),
-          partial.data() + t * pairs);
+          partial + t * pair_count(p));
     }
   });
-  std::fill_n(gram, static_cast<int64_t>(sizes.size()) * p * p, 0.0);
-  for (size_t t = 0; t < tiles.size(); ++t) {
-    double* layer = gram + tiles[t].layer * p * p;
-    const double* sum = partial.data() + static_cast<int64_t>(t) * pairs;
-    for (int64_t i = 0; i < p; ++i) {
-      for (int64_t j = i; j < p; ++j) {
-        layer[i * p + j] += *sum++;
+}
+
+void add_tiles_cpu(
+    const double* partial,
+    c10::IntArrayRef tiles_of_layer,
+    int64_t p,
+    double* gram) {
+  for (const int64_t tiles : tiles_of_layer) {
+    std::fill_n(gram, p * p, 0.0);
+    for (int64_t t = 0; t < tiles; ++t) {
+      for (int64_t i = 0; i < p; ++i) {
+        for (int64_t j = i; j < p; ++j) {
+          gram[i * p + j] += *partial++;
+        }
       }
     }
-  }
-  for (size_t l = 0; l < sizes.size(); ++l) {
-    double* layer = gram + static_cast<int64_t>(l) * p * p;
     for (int64_t i = 0; i < p; ++i) {
       for (int64_t j = 0; j < i; ++j) {
-        layer[i * p + j] = layer[j * p + i];
+        gram[i * p + j] = gram[j * p + i];
       }
     }
+    gram += p * p;
   }
+}
+
+void gram_cpu(const Leaves& leaves, c10::IntArrayRef sizes, double* gram) {
+  const Layout layout(sizes.vec());
+  std::vector<double> partial(
+      layout.tiles().size() * static_cast<size_t>(pair_count(leaves.p)));
+  dots_cpu(leaves, layout.tiles(), partial.data());
+  std::vector<int64_t> tiles_of_layer;
+  for (int64_t layer = 0; layer < layout.layers(); ++layer) {
+    tiles_of_layer.push_back(layout.tiles_of(layer).size());
+  }
+  add_tiles_cpu(partial.data(), tiles_of_layer, leaves.p, gram);
 }
 
 void coefficients_cpu(
@@ -120,9 +122,8 @@ void coefficients_cpu(
 void combine_cpu(
     const Leaves& leaves,
     const double* coefficients,
-    c10::IntArrayRef sizes,
+    const std::vector<Tile>& tiles,
     void* out) {
-  const std::vector<Tile> tiles = cut_into_tiles(sizes);
   for_tiles(tiles, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
       kernels().combine(

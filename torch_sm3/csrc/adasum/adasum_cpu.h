@@ -6,6 +6,7 @@
 /// the threads of at::parallel_for.
 
 #include "adasum_kernel.h"
+#include "adasum_layout.h"
 #include "adasum_math.h"
 
 #include <c10/util/ArrayRef.h>
@@ -21,13 +22,19 @@ struct Leaves {
   ScalarKind kind;
 };
 
-/// A run of at most kTile elements of one layer.
-struct Tile {
-  int64_t layer, start, size;
-};
+/// Writes the packed inner products of each tile, [T, p (p + 1) / 2].
+void dots_cpu(
+    const Leaves& leaves,
+    const std::vector<Tile>& tiles,
+    double* partial);
 
-/// Cuts layers that stand one behind the other into tiles, in order.
-std::vector<Tile> cut_into_tiles(c10::IntArrayRef sizes);
+/// Adds the inner products of the tiles of each layer, in order, to Gram
+/// matrices [L, p, p].
+void add_tiles_cpu(
+    const double* partial,
+    c10::IntArrayRef tiles_of_layer,
+    int64_t p,
+    double* gram);
 
 /// Writes the Gram matrices of all layers, [L, p, p].
 void gram_cpu(const Leaves& leaves, c10::IntArrayRef sizes, double* gram);
@@ -46,7 +53,7 @@ void coefficients_cpu(
 void combine_cpu(
     const Leaves& leaves,
     const double* coefficients,
-    c10::IntArrayRef sizes,
+    const std::vector<Tile>& tiles,
     void* out);
 
 } // namespace torch_sm3::distributed

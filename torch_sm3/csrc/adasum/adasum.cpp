@@ -53,7 +53,11 @@ at::Tensor pair_cpu(
       weights.data(),
       1.0,
       coefficients.data());
-  combine_cpu(leaves, coefficients.data(), sizes, out.mutable_data_ptr());
+  combine_cpu(
+      leaves,
+      coefficients.data(),
+      cut_into_tiles(sizes),
+      out.mutable_data_ptr());
   return out;
 }
 
@@ -109,7 +113,7 @@ at::Tensor stack_combine_cpu(
        stack.size(0),
        scalar_kind(stack.scalar_type(), "adasum_combine", "stack")},
       c.const_data_ptr<double>(),
-      sizes,
+      cut_into_tiles(sizes),
       out.mutable_data_ptr());
   return out;
 }

@@ -8,6 +8,7 @@
 /// a future, a Python object, is handed over ready-made and only passed on.
 
 #include "adasum_exchange.h"
+#include "adasum_group_transport.h"
 #include "adasum_ops.h"
 
 #include <ATen/core/ivalue.h>
@@ -42,9 +43,10 @@ class Worker : public torch::CustomClassHolder {
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
       double timeout_seconds)
       : exchange_(
-            group,
-            std::chrono::milliseconds(
-                static_cast<int64_t>(timeout_seconds * 1000.0))) {
+            std::make_unique<GroupTransport>(
+                group,
+                std::chrono::milliseconds(
+                    static_cast<int64_t>(timeout_seconds * 1000.0)))) {
     if (exchange_.transport().size() > 1) {
       exchange_.check_fingerprint("AdasumState");
     }
@@ -57,10 +59,12 @@ class Worker : public torch::CustomClassHolder {
 
   /// Refuses tensors that `submit` would refuse, each a layer of its own.
   void check(std::vector<at::Tensor> tensors, const std::string& what) {
-    Request request;
+    std::vector<int64_t> sizes;
     for (const at::Tensor& tensor : tensors) {
-      request.sizes.push_back(tensor.numel());
+      sizes.push_back(tensor.numel());
     }
+    Request request;
+    request.plan = std::make_shared<const Plan>(Layout(std::move(sizes)));
     request.tensors = std::move(tensors);
     check_request(request, what.c_str());
   }
@@ -78,13 +82,14 @@ class Worker : public torch::CustomClassHolder {
       FuturePtr value,
       FuturePtr result) {
     Job job;
-    job.request.mode = parse_mode(mode, "AdasumState");
+    Plan plan(Layout(std::move(sizes)));
+    plan.rule.mode = parse_mode(mode, "AdasumState");
+    plan.rule.scale = scale;
+    job.request.plan = std::make_shared<const Plan>(std::move(plan));
     for (const at::Tensor& tensor : tensors) {
       // An alias without a Python object: to let go of one takes Python's lock.
       job.request.tensors.push_back(tensor.detach());
     }
-    job.request.sizes = std::move(sizes);
-    job.request.scale = scale;
     job.request.check = check;
     job.request.release = release;
     check_request(job.request, what.c_str());

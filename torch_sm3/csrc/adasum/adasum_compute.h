@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+/// \file
+/// The arithmetic of Adasum on tensors of any device: what the algorithms call.
+///
+/// On CUDA everything is enqueued on the current stream and nothing waits.
+
+#include "adasum_layout.h"
+
+#include <torch_sm3/adasum_mode.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace torch_sm3::distributed {
+
+/// The leaves of a run of tiles, one row per rank.
+struct Rows {
+  /// 1-D, contiguous, of one dtype and device; each begins at the first element
+  /// of the run.
+  std::vector<at::Tensor> data;
+  /// float64 [tiles of the run, p], powers of two: row i of tile t stands for
+  /// `scales[t][i] * data[i]`. Undefined: all 1.
+  at::Tensor scales;
+};
+
+/// In what the products inside a tile are added.
+enum class Accumulate : int8_t {
+  kFloat64,
+  kFloat32, ///< float32 inside blocks of 4096, float64 across
+};
+
+/// Which coefficients the layers get.
+struct Rule {
+  Mode mode = Mode::tree;
+  double scale = 1.0;
+  /// Weights of the leaves; empty: all 1.
+  std::vector<double> weights;
+  /// Ranks per node, the last one may be shorter; 0: no nodes.
+  int64_t node_size = 0;
+  Inner inner = Inner::mean;
+};
+
+/// Inner products of a run of tiles, packed (0,0), (0,1), ..., (1,1), ...:
+/// float64 [tiles, p (p + 1) / 2].
+at::Tensor dots_of_tiles(
+    const Layout& layout,
+    Range tiles,
+    const Rows& rows,
+    Accumulate accumulate);
+
+/// Gram matrices [layers, p, p] of a run of layers from the inner products of
+/// all their tiles, added in ascending order.
+at::Tensor
+add_tiles(const Layout& layout, Range layers, const at::Tensor& partial);
+
+/// Coefficients of a run of layers.
+struct Coefficients {
+  at::Tensor values; ///< float64 [layers, p]
+  /// float64 [layers, 2]: kappa and the number of cancelled nodes.
+  at::Tensor report;
+};
+
+/// \param gram   [layers, p, p]
+/// \param rule   for all layers
+/// \param means  bool [layers], layers that get the mean instead; or undefined
+/// \param shifts int32 [layers, p] or undefined: `gram` is that of the leaves
+///               2^-shift_i g_i, and so are the coefficients
+Coefficients coefficients_of_layers(
+    const at::Tensor& gram,
+    const Rule& rule,
+    const at::Tensor& means,
+    const at::Tensor& shifts);
+
+/// Writes `sum_i c_i row_i` of a run of tiles, each element rounded once.
+///
+/// \param coefficients [L, p] of all layers of the layout
+/// \param out          1-D, begins at the first element of the run, of any of
+///                     the four dtypes; may be one of the rows
+void combine_tiles(
+    const Layout& layout,
+    Range tiles,
+    const Rows& rows,
+    const at::Tensor& coefficients,
+    const at::Tensor& out);
+
+/// A run of tiles in the format of the wire.
+struct Coded {
+  at::Tensor data; ///< 1-D float16 or bfloat16
+  /// float64 [tiles]: powers of two by which `data` is multiplied; undefined
+  /// for bfloat16.
+  at::Tensor scales;
+};
+
+/// Rounds a run of tiles to the wire's format; `out` is allocated by the
+/// caller.
+void encode_tiles(
+    const Layout& layout,
+    Range tiles,
+    const at::Tensor& source,
+    const Coded& out);
+
+/// `combine_tiles` into the format of the wire, each element rounded once.
+void combine_coded(
+    const Layout& layout,
+    Range tiles,
+    const Rows& rows,
+    const at::Tensor& coefficients,
+    const Coded& out);
+
+/// The inverse of `encode_tiles`; rounds to the dtype of `out`.
+void decode_tiles(
+    const Layout& layout,
+    Range tiles,
+    const Coded& coded,
+    const at::Tensor& out);
+
+/// int32 [tiles, p]: exponent e of each row's largest element, |x| in
+/// [2^(e-1), 2^e); INT32_MIN where all elements are zero or any is not finite.
+at::Tensor
+exponents_of_tiles(const Layout& layout, Range tiles, const Rows& rows);
+
+/// bool [layers]: layers whose inner products left the range that `accumulate`
+/// (or float64 leaves) can resolve, and that take a second pass.
+at::Tensor need_second_pass(const at::Tensor& gram, Accumulate accumulate);
+
+/// 64-bit hash of a flat tensor's bytes, int64 [1].
+at::Tensor hash_of(const at::Tensor& flat);
+
+} // namespace torch_sm3::distributed
