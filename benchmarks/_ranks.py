@@ -7,7 +7,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def run(world: int, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def alternate(
-    calls: dict[str, Callable[[], object]],
+    calls: Mapping[str, Callable[[], object]],
     repeats: int,
     warm_up: int = 5,
     between: Callable[[], object] | None = None,
