@@ -195,10 +195,18 @@ def adasum_gram(stack: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 
 
 def adasum_coefficients(
-    gram: torch.Tensor, mode: str = "tree", *, scale: float = 1.0
+    gram: torch.Tensor,
+    mode: str = "tree",
+    *,
+    weights: torch.Tensor | None = None,
+    nodes: Sequence[int] | None = None,
+    inner: str = "mean",
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """Return the coefficients [L, p] of the sum of the rows."""
-    return _ops.adasum_coefficients(gram, mode, scale=scale)
+    return _ops.adasum_coefficients(
+        gram, mode, weights=weights, nodes=nodes, inner=inner, scale=scale
+    )
 
 
 def adasum_combine(

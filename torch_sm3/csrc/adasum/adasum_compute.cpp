@@ -72,24 +72,6 @@ add_tiles(const Layout& layout, Range layers, const at::Tensor& partial) {
   return gram;
 }
 
-Coefficients coefficients_of_layers(
-    const at::Tensor& gram,
-    const Rule& rule,
-    const at::Tensor& /*means*/,
-    const at::Tensor& /*shifts*/) {
-  Coefficients result;
-  result.values = at::empty({gram.size(0), gram.size(1)}, gram.options());
-  coefficients_cpu(
-      gram.const_data_ptr<double>(),
-      gram.size(0),
-      gram.size(1),
-      rule.mode,
-      rule.weights.empty() ? nullptr : rule.weights.data(),
-      rule.scale,
-      result.values.mutable_data_ptr<double>());
-  return result;
-}
-
 void combine_tiles(
     const Layout& layout,
     Range tiles,

@@ -42,6 +42,8 @@ struct Rule {
   std::vector<double> weights;
   /// Ranks per node, the last one may be shorter; 0: no nodes.
   int64_t node_size = 0;
+  /// Ranks of each node, in place of `node_size`; they sum to p.
+  std::vector<int64_t> nodes;
   Inner inner = Inner::mean;
 };
 
@@ -63,18 +65,26 @@ struct Coefficients {
   at::Tensor values; ///< float64 [layers, p]
   /// float64 [layers, 2]: kappa and the number of cancelled nodes.
   at::Tensor report;
+  /// float64 [layers, 3]: the tree's root as a leaf of a next stage: weight, S
+  /// (the norms of its leaves times |coefficient|, without `scale`), active
+  /// leaves. Weight 0 by the other rules.
+  at::Tensor roots;
 };
 
-/// \param gram   [layers, p, p]
+/// \param gram   contiguous [layers, p, p]
 /// \param rule   for all layers
 /// \param means  bool [layers], layers that get the mean instead; or undefined
 /// \param shifts int32 [layers, p] or undefined: `gram` is that of the leaves
 ///               2^-shift_i g_i, and so are the coefficients
+/// \param states float64 [layers, p, 3], the `roots` of an earlier stage whose
+///               nodes are the leaves of this one (they replace the weights of
+///               `rule`); or undefined
 Coefficients coefficients_of_layers(
     const at::Tensor& gram,
     const Rule& rule,
     const at::Tensor& means,
-    const at::Tensor& shifts);
+    const at::Tensor& shifts,
+    const at::Tensor& states = {});
 
 /// Writes `sum_i c_i row_i` of a run of tiles, each element rounded once.
 ///

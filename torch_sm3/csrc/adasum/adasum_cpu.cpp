@@ -98,27 +98,6 @@ void gram_cpu(const Leaves& leaves, c10::IntArrayRef sizes, double* gram) {
   add_tiles_cpu(partial.data(), tiles_of_layer, leaves.p, gram);
 }
 
-void coefficients_cpu(
-    const double* gram,
-    int64_t layers,
-    int64_t p,
-    Mode mode,
-    const double* weights,
-    double scale,
-    double* coefficients) {
-  std::vector<int32_t> exponents(static_cast<size_t>(p));
-  for (int64_t l = 0; l < layers; ++l) {
-    adasum_layer_coefficients(
-        gram + l * p * p,
-        p,
-        mode,
-        weights,
-        scale,
-        exponents.data(),
-        coefficients + l * p);
-  }
-}
-
 void combine_cpu(
     const Leaves& leaves,
     const double* coefficients,

@@ -7,7 +7,6 @@
 
 #include "adasum_kernel.h"
 #include "adasum_layout.h"
-#include "adasum_math.h"
 
 #include <c10/util/ArrayRef.h>
 
@@ -38,16 +37,6 @@ void add_tiles_cpu(
 
 /// Writes the Gram matrices of all layers, [L, p, p].
 void gram_cpu(const Leaves& leaves, c10::IntArrayRef sizes, double* gram);
-
-/// Writes the coefficients of all layers, [L, p].
-void coefficients_cpu(
-    const double* gram,
-    int64_t layers,
-    int64_t p,
-    Mode mode,
-    const double* weights,
-    double scale,
-    double* coefficients);
 
 /// Writes the weighted sum of the leaves; `out` may be one of the rows.
 void combine_cpu(
