@@ -52,17 +52,19 @@ std::vector<Piece> cut_into_pieces(
     pieces.push_back(
         {{first, last},
          touched,
-         ended_before(layout, {touched.first, layers.last}, last),
+         together && last < all.last
+             ? layers.first
+             : ended_before(layout, {touched.first, layers.last}, last),
          0});
   }
   for (size_t k = pieces.size(); k-- > 0;) {
-    const bool open = pieces[k].ended < pieces[k].layers.last;
-    pieces[k].ready = k;
-    if (k + 1 < pieces.size() && (open || together)) {
-      // The open layer ends where the next piece says, unless it goes on there.
-      const bool goes_on = pieces[k + 1].ended < pieces[k].layers.last;
-      pieces[k].ready = goes_on || together ? pieces[k + 1].ready : k + 1;
+    // A layer that goes on ends with the next piece, or goes on there too.
+    size_t ready = k;
+    if (pieces[k].ended < pieces[k].layers.last) {
+      const bool next = pieces[k + 1].ended >= pieces[k].layers.last;
+      ready = next ? k + 1 : pieces[k + 1].ready;
     }
+    pieces[k].ready = ready;
   }
   return pieces;
 }

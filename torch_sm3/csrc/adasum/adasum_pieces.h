@@ -17,7 +17,7 @@ namespace torch_sm3::distributed {
 struct Piece {
   Range tiles;
   Range layers; ///< that have tiles here
-  /// No layer before this one has tiles in a later piece.
+  /// The layers before this one have coefficients after this piece.
   int64_t ended;
   /// The piece after which all of `layers` have ended.
   size_t ready;

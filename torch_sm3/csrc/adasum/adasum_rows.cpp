@@ -175,7 +175,7 @@ const Rows& RowExchange::wait(size_t piece) {
 bool RowExchange::drop_one(size_t keep, size_t horizon) {
   for (size_t k = states_.size(); k-- > 0;) {
     const bool here = has(k) && states_[k].posted == nullptr;
-    if (here && k != keep && context_.pieces[k].ready > horizon) {
+    if (here && k != keep && context_.pieces[k].ready >= horizon) {
       slots_.give_back(release(k));
       return true;
     }

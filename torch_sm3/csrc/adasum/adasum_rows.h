@@ -60,9 +60,12 @@ class RowExchange {
   void post(size_t piece);
   /// The leaves of a piece, which must have been posted; waits for them.
   const Rows& wait(size_t piece);
-  /// Drops the leaves of the last piece that has arrived, is not `keep` and
-  /// whose layers do not end up to `horizon`; whether there was one.
+  /// Drops the leaves of the last piece that has arrived, is not `keep` and is
+  /// not ready before piece `horizon`; whether there was one.
   bool drop_one(size_t keep, size_t horizon);
+  size_t slot(size_t piece) const {
+    return states_[piece].slot;
+  }
   /// Forgets the leaves; the slot is the caller's.
   size_t release(size_t piece);
 
