@@ -142,20 +142,18 @@ Run::Run(Algorithm algorithm, const Job& job, const Grid& grid, Range layers)
 void Run::cut() {
   const Layout& layout = job_.plan.layout;
   const bool together = specs_[0].summed || job_.shards != nullptr;
-  const Range elements =
-      layout.elements_of(tiles_of_layers(layout, layers_));
+  const Range elements = layout.elements_of(tiles_of_layers(layout, layers_));
   const int64_t size = job_.leaf.element_size();
-  int64_t length = std::clamp(
-                       elements.size() * size / kPieces,
-                       kShortestPiece,
-                       kLongestPiece) /
-                   size;
+  int64_t length =
+      std::clamp(
+          elements.size() * size / kPieces, kShortestPiece, kLongestPiece) /
+      size;
   for (;; length /= 2) {
     pieces_ = cut_into_pieces(layout, layers_, length, together);
     int64_t slot = 0;
     for (const StageSpec& spec : specs_) {
-      slot = std::max(
-          slot, slot_bytes(make_context(job_, grid_, spec, pieces_)));
+      slot =
+          std::max(slot, slot_bytes(make_context(job_, grid_, spec, pieces_)));
     }
     const int64_t wanted =
         slot * std::min<int64_t>(kSlots, static_cast<int64_t>(pieces_.size()));
@@ -172,8 +170,8 @@ void Run::make_flats() {
     const Layout& layout = job_.plan.layout;
     int64_t count = 0;
     for (const Piece& piece : pieces_) {
-      const Range own = layout.elements_of(
-          grid_.owned(piece.tiles, grid_.rank(), 1));
+      const Range own =
+          layout.elements_of(grid_.owned(piece.tiles, grid_.rank(), 1));
       nodes.left_out.push_back(own.first - count);
       count += own.size();
     }
@@ -211,8 +209,8 @@ void Run::run_level(int level, StageResult* result) {
   result->report = at::zeros({layers, 2}, options);
   result->carried = at::zeros({layers, 3}, options);
   const int64_t slot = slot_bytes(context);
-  const int64_t most = std::max<int64_t>(
-      static_cast<int64_t>(pieces_.size()), 1);
+  const int64_t most =
+      std::max<int64_t>(static_cast<int64_t>(pieces_.size()), 1);
   const int64_t count = std::clamp<int64_t>(
       (job_.plan.scratch_bytes - work_bytes_) / slot, 1, most);
   run_stage(
@@ -222,7 +220,8 @@ void Run::run_level(int level, StageResult* result) {
 void Run::report(const std::vector<StageResult>& results) const {
   Outcome& outcome = *job_.outcome;
   const StageResult& last = results.back();
-  const auto put = [this](at::Tensor& all, const at::Tensor& more, int64_t dim) {
+  const auto put = [this](
+                       at::Tensor& all, const at::Tensor& more, int64_t dim) {
     if (!all.defined()) {
       all = more;
     } else {

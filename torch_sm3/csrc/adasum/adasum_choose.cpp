@@ -22,9 +22,8 @@ bool is_power_of_two(int64_t number) {
 
 // Ranks that exchange leaves: those of a node where nodes are combined first.
 int nodes_of(const Rule& rule, int ranks) {
-  return has_node_means(rule, ranks)
-      ? ranks / static_cast<int>(rule.node_size)
-      : ranks;
+  return has_node_means(rule, ranks) ? ranks / static_cast<int>(rule.node_size)
+                                     : ranks;
 }
 
 // Whether the tree over runs is the tree over ranks, and needs no more than the
@@ -37,8 +36,8 @@ bool splits_into_runs(const Rule& rule, int ranks) {
 
 // The tree of halves is that of the nodes as well.
 bool splits_into_halves(const Rule& rule, int ranks) {
-  const bool plain = rule.node_size <= 1 ||
-      (rule.inner == Inner::adasum && is_power_of_two(rule.node_size));
+  const bool plain = rule.node_size <= 1 || (rule.inner == Inner::adasum &&
+                                             is_power_of_two(rule.node_size));
   return plain && is_power_of_two(ranks) && rule.mode != Mode::psum;
 }
 
@@ -73,14 +72,14 @@ Algorithm choose(
 
 bool has_node_means(const Rule& rule, int ranks) {
   return rule.inner == Inner::mean && rule.node_size > 1 &&
-      rule.node_size < ranks && ranks % rule.node_size == 0;
+         rule.node_size < ranks && ranks % rule.node_size == 0;
 }
 
 int ranks_per_run(const Rule& rule, int ranks, int local_world_size) {
   if (rule.inner == Inner::adasum && rule.node_size > 1) {
     return rule.node_size < ranks && ranks % rule.node_size == 0
-        ? static_cast<int>(rule.node_size)
-        : 1;
+               ? static_cast<int>(rule.node_size)
+               : 1;
   }
   if (is_power_of_two(local_world_size) && local_world_size > 1 &&
       local_world_size < ranks && ranks % local_world_size == 0) {

@@ -31,7 +31,8 @@ inline Range split(Range run, int64_t parts, int64_t k) {
 /// The place of one rank among all.
 class Grid {
  public:
-  /// \param radices each at least 2 (or a single 1), their product is the number
+  /// \param radices each at least 2 (or a single 1), their product is the
+  /// number
   ///                of ranks
   Grid(std::vector<int> radices, int rank);
 

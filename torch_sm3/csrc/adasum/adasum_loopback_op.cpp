@@ -159,20 +159,20 @@ Answer loopback_outcome(
   plan.rule.inner = inner == "adasum" ? Inner::adasum : Inner::mean;
   plan.means.assign(means.begin(), means.end());
   plan.algorithm = algorithm_of(algorithm);
-  plan.accumulate = accumulate == "float32" ? Accumulate::kFloat32
-                                            : Accumulate::kFloat64;
+  plan.accumulate =
+      accumulate == "float32" ? Accumulate::kFloat32 : Accumulate::kFloat64;
   plan.wire = wire_of(wire);
   plan.wide_result = wide_result;
   plan.scratch_bytes = scratch_bytes;
   const int ranks = static_cast<int>(stack.size(0) / shards);
-  const auto bytes =
-      static_cast<int64_t>(stack.size(1) * stack.element_size());
+  const auto bytes = static_cast<int64_t>(stack.size(1) * stack.element_size());
   const int machine = static_cast<int>(local_world_size);
   const at::Tensor leaves = stack.contiguous().clone();
   // In place, unless the result is of another dtype.
-  const at::Tensor results = result_dtype.has_value()
-      ? at::empty(leaves.sizes(), leaves.options().dtype(*result_dtype))
-      : leaves;
+  const at::Tensor results =
+      result_dtype.has_value()
+          ? at::empty(leaves.sizes(), leaves.options().dtype(*result_dtype))
+          : leaves;
   Simulation simulation{
       plan,
       choose_algorithm(plan, ranks, machine, /*alike=*/true, bytes, kOp),
@@ -188,8 +188,8 @@ Answer loopback_outcome(
   const Outcome& first = simulation.outcomes[0];
   const auto or_empty = [&](const at::Tensor& tensor) {
     return tensor.defined()
-        ? tensor
-        : at::empty({0}, leaves.options().dtype(at::kDouble));
+               ? tensor
+               : at::empty({0}, leaves.options().dtype(at::kDouble));
   };
   return {
       results,

@@ -35,8 +35,8 @@ std::vector<Piece> cut_into_pieces(
     bool together) {
   const Range all = tiles_of_layers(layout, layers);
   const int64_t total = layout.elements_of(all).size();
-  const int64_t count =
-      std::max<int64_t>((total + elements - 1) / std::max<int64_t>(elements, 1), 1);
+  const int64_t count = std::max<int64_t>(
+      (total + elements - 1) / std::max<int64_t>(elements, 1), 1);
   // A cut falls on the first tile that reaches its share of the elements.
   const int64_t share = std::max((total + count - 1) / count, int64_t{1});
   std::vector<Piece> pieces;

@@ -100,8 +100,7 @@ void Returns::post_coded(Pending& pending) {
   std::vector<Transport::Message> receives, sends;
   pending.messages.clear();
   for (const int peer : context_.grid.members(pending.level)) {
-    pending.messages.push_back(
-        peer == rank ? own : next(part(pending, peer)));
+    pending.messages.push_back(peer == rank ? own : next(part(pending, peer)));
     if (peer != rank) {
       receives.push_back({peer, pending.messages.back()});
       sends.push_back({peer, own});

@@ -102,10 +102,7 @@ void RowExchange::post_plain(size_t piece, State& state) {
   }
   state.posted = post_step(
       c.job,
-      {Step::leaves,
-       c.spec.level,
-       static_cast<int64_t>(piece),
-       state.turn++},
+      {Step::leaves, c.spec.level, static_cast<int64_t>(piece), state.turn++},
       std::move(receives),
       std::move(sends));
 }
@@ -150,10 +147,7 @@ void RowExchange::post_coded(size_t piece, State& state) {
   }
   state.posted = post_step(
       c.job,
-      {Step::leaves,
-       c.spec.level,
-       static_cast<int64_t>(piece),
-       state.turn++},
+      {Step::leaves, c.spec.level, static_cast<int64_t>(piece), state.turn++},
       std::move(receives),
       std::move(sends));
 }

@@ -41,9 +41,9 @@ class Slots {
 struct SlotPlan {
   explicit SlotPlan(const StageContext& context);
 
-  int64_t result; ///< own coded result, at the beginning
+  int64_t result;  ///< own coded result, at the beginning
   int64_t message; ///< largest message of leaves, aligned
-  int64_t coded; ///< number of coded messages that leave from the slot
+  int64_t coded;   ///< number of coded messages that leave from the slot
   int64_t total;
 };
 

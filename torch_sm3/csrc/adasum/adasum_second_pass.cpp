@@ -19,10 +19,8 @@ namespace {
 constexpr int64_t kLargestShift = 1022;
 constexpr int32_t kNoExponent = std::numeric_limits<int32_t>::min();
 
-at::Tensor layers_of_tiles(
-    const Layout& layout,
-    Range tiles,
-    const at::Device& device) {
+at::Tensor
+layers_of_tiles(const Layout& layout, Range tiles, const at::Device& device) {
   std::vector<int64_t> layers;
   for (int64_t t = tiles.first; t < tiles.last; ++t) {
     layers.push_back(layout.tiles()[t].layer);
@@ -100,21 +98,18 @@ at::Tensor exponents_of_layers(
         largest.scatter_reduce_(0, index, shared.values, "amax");
       });
   reduce_layers(context, Reduction::max, turn, largest);
-  return at::where(largest == kNoExponent, at::zeros_like(largest), largest)
+  return at::where(largest.eq(kNoExponent), at::zeros_like(largest), largest)
       .clamp(-kLargestShift, kLargestShift);
 }
 
 } // namespace
 
-at::Tensor scales_of_tiles(
-    const Layout& layout,
-    Range tiles,
-    const at::Tensor& shifts) {
+at::Tensor
+scales_of_tiles(const Layout& layout, Range tiles, const at::Tensor& shifts) {
   // 2^-shift by its bits: exact, whatever the math library does.
   constexpr int64_t kBias = 1023;
   constexpr int64_t kMantissaBits = 52;
-  return shifts
-      .index_select(0, layers_of_tiles(layout, tiles, shifts.device()))
+  return shifts.index_select(0, layers_of_tiles(layout, tiles, shifts.device()))
       .to(at::kLong)
       .neg()
       .add(kBias)
@@ -170,8 +165,7 @@ bool second_pass(
   }
   const at::Tensor found = exponents_of_layers(
       context, layers, pieces, turn, rows_of, shifts.options());
-  of(shifts).copy_(
-      at::where(need.unsqueeze(1), found, at::zeros_like(found)));
+  of(shifts).copy_(at::where(need.unsqueeze(1), found, at::zeros_like(found)));
   const at::Tensor again = at::zeros_like(gram);
   for_pieces(
       context,
@@ -187,9 +181,7 @@ bool second_pass(
             rows_within(layout, rows, begin, own, shifts),
             Accumulate::kFloat64);
       },
-      [&](const TileValues& shared) {
-        add_to_layers(layout, shared, again);
-      });
+      [&](const TileValues& shared) { add_to_layers(layout, shared, again); });
   reduce_layers(context, Reduction::sum, turn, of(again));
   of(gram).copy_(
       at::where(need.unsqueeze(1).unsqueeze(2), of(again), of(gram)));

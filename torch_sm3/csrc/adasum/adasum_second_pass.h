@@ -14,10 +14,8 @@ namespace torch_sm3::distributed {
 using RowsOfPiece = std::function<const Rows&(size_t)>;
 
 /// Float64 powers of two, [tiles, p]: 2^-shift of each tile's layer.
-at::Tensor scales_of_tiles(
-    const Layout& layout,
-    Range tiles,
-    const at::Tensor& shifts);
+at::Tensor
+scales_of_tiles(const Layout& layout, Range tiles, const at::Tensor& shifts);
 
 /// The rows of a piece that belong to a run of tiles within it, scaled.
 ///

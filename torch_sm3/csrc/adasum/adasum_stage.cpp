@@ -64,10 +64,10 @@ class StageRun {
   at::Tensor states_; // float64 [layers, members, 3], or undefined
   std::unique_ptr<Transport::Posted> posted_states_;
   std::vector<at::Tensor> received_states_;
-  at::Tensor shifts_; // int32 [L, members], or undefined
+  at::Tensor shifts_;              // int32 [L, members], or undefined
   std::vector<TileValues> shared_; // of pieces computed and not settled
-  size_t settled_ = 0; // pieces
-  size_t combined_ = 0; // pieces
+  size_t settled_ = 0;             // pieces
+  size_t combined_ = 0;            // pieces
   const size_t ahead_;
   int64_t known_; // layers before this one have coefficients
 };
@@ -185,7 +185,7 @@ void StageRun::settle(size_t piece) {
     settle_layers({known_, context_.pieces[piece].ended}, piece);
   }
   for (; combined_ < context_.pieces.size() &&
-       context_.pieces[combined_].ready <= piece;
+         context_.pieces[combined_].ready <= piece;
        ++combined_) {
     combine(combined_);
   }
@@ -253,10 +253,9 @@ void StageRun::combine(size_t piece) {
   {
     const PhaseTimer timer(context_.job.outcome, Phase::combine);
     const Layout& layout = context_.layout();
-    const Rows scaled =
-        shifts_.defined()
-        ? rows_within(layout, rows, own.first, own, shifts_)
-        : rows;
+    const Rows scaled = shifts_.defined()
+                            ? rows_within(layout, rows, own.first, own, shifts_)
+                            : rows;
     if (spec.last && spec.return_wire.coded()) {
       const int64_t bytes = spec.return_wire.bytes(layout, own);
       const Coded coded = spec.return_wire.view(

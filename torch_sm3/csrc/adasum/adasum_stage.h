@@ -99,10 +99,10 @@ StageContext make_context(
 
 /// What a stage knows of its layers.
 struct StageResult {
-  at::Tensor gram; ///< float64 [L, members, members]
+  at::Tensor gram;         ///< float64 [L, members, members]
   at::Tensor coefficients; ///< float64 [L, members]
-  at::Tensor report; ///< float64 [L, 2]
-  at::Tensor carried; ///< float64 [L, 3]
+  at::Tensor report;       ///< float64 [L, 2]
+  at::Tensor carried;      ///< float64 [L, 3]
 };
 
 /// Bytes of scratch memory that one piece occupies, at most.

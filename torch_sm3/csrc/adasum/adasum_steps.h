@@ -45,7 +45,7 @@ enum class Step : int8_t {
   exponents,
   carried,
   return_,
-  sums, ///< of dots over shards or over a block of ranks
+  sums,    ///< of dots over shards or over a block of ranks
   largest, ///< of exponents, likewise
 };
 
@@ -54,7 +54,7 @@ struct StepName {
   Step step;
   int64_t level;
   int64_t index = 0; ///< of the piece or layer
-  int64_t turn = 0; ///< tells repetitions apart
+  int64_t turn = 0;  ///< tells repetitions apart
 };
 
 /// Tells the tag of a step from those of all others of a call.

@@ -7,6 +7,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
@@ -41,7 +42,10 @@ at::Tensor packed(const at::Tensor& gram) {
   return gram.reshape({-1, p * p}).index_select(1, index);
 }
 
-void reduce_into(Reduction reduction, at::Tensor& into, const at::Tensor& more) {
+void reduce_into(
+    Reduction reduction,
+    at::Tensor& into,
+    const at::Tensor& more) {
   if (reduction == Reduction::sum) {
     into.add_(more);
   } else {
@@ -80,8 +84,8 @@ void reduce_over_shards(
     int64_t turn,
     at::Tensor& values) {
   Transport& shards = *context.job.shards;
-  const at::Tensor all = at::empty(
-      {shards.size(), values.numel()}, values.options());
+  const at::Tensor all =
+      at::empty({shards.size(), values.numel()}, values.options());
   all[shards.rank()].copy_(values.view({-1}));
   std::vector<Transport::Message> receives, sends;
   for (int peer = 0; peer < shards.size(); ++peer) {

@@ -28,17 +28,14 @@ int64_t Wire::bytes(const Layout& layout, Range tiles) const {
   return padded(data) + tiles.size() * kScaleBytes;
 }
 
-Coded Wire::view(
-    const Layout& layout,
-    Range tiles,
-    const at::Tensor& message) const {
+Coded Wire::view(const Layout& layout, Range tiles, const at::Tensor& message)
+    const {
   const int64_t data = layout.elements_of(tiles).size() *
                        static_cast<int64_t>(c10::elementSize(dtype_));
   Coded coded{message.narrow(0, 0, data).view(dtype_), {}};
   if (coded_ && dtype_ == at::kHalf) {
-    coded.scales =
-        message.narrow(0, padded(data), tiles.size() * kScaleBytes)
-            .view(at::kDouble);
+    coded.scales = message.narrow(0, padded(data), tiles.size() * kScaleBytes)
+                       .view(at::kDouble);
   }
   return coded;
 }

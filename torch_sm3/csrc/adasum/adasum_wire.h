@@ -38,8 +38,8 @@ class Wire {
   /// Size of a message.
   int64_t bytes(const Layout& layout, Range tiles) const;
   /// Numbers and powers of two of a message of `bytes(...)`.
-  Coded view(const Layout& layout, Range tiles, const at::Tensor& message)
-      const;
+  Coded
+  view(const Layout& layout, Range tiles, const at::Tensor& message) const;
 
  private:
   c10::ScalarType dtype_;
