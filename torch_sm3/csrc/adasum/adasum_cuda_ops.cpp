@@ -85,7 +85,10 @@ at::Tensor combine_of(
   return out;
 }
 
-at::Tensor stack_gram_cuda(const at::Tensor& stack, at::IntArrayRef sizes) {
+at::Tensor stack_gram_cuda(
+    const at::Tensor& stack,
+    at::IntArrayRef sizes,
+    std::optional<at::ScalarType> /*accumulate_dtype*/) {
   check_stack(stack, "adasum_gram");
   check_sizes(sizes, stack.size(1), "adasum_gram");
   const c10::cuda::CUDAGuard guard(stack.device());
@@ -96,7 +99,8 @@ at::Tensor stack_gram_cuda(const at::Tensor& stack, at::IntArrayRef sizes) {
 at::Tensor stack_combine_cuda(
     const at::Tensor& stack,
     const at::Tensor& coefficients,
-    at::IntArrayRef sizes) {
+    at::IntArrayRef sizes,
+    std::optional<at::ScalarType> /*dtype*/) {
   check_combine(stack, coefficients, sizes);
   const c10::cuda::CUDAGuard guard(stack.device());
   const at::Tensor dense = stack.contiguous();
@@ -110,7 +114,9 @@ at::Tensor pair_cuda(
     at::IntArrayRef sizes,
     double weight_a,
     double weight_b) {
-  check_pair(a, b, sizes, weight_a, weight_b);
+  check_pair(a, b, weight_a, weight_b);
+  check_same_shape(a, b);
+  check_sizes(sizes, a.numel(), "adasum_pair");
   const c10::cuda::CUDAGuard guard(a.device());
   const at::Tensor stack = at::stack({a.reshape({-1}), b.reshape({-1})});
   const Tiles tiles = upload_tiles(stack, sizes);
