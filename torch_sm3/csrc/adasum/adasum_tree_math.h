@@ -80,8 +80,17 @@ TORCH_SM3_INLINE double weight_of(const Layer& layer, int64_t i) {
                                     : 1.0;
 }
 
+/// False for leaves of zeros or zero weight, and for nodes of an earlier stage
+/// whose leaves cancelled.
 TORCH_SM3_INLINE bool is_active(const Layer& layer, int64_t i) {
-  return layer.gram[i * layer.p + i] > 0.0 && weight_of(layer, i) > 0.0;
+  const double square = layer.gram[i * layer.p + i];
+  if (layer.states == nullptr) {
+    return square > 0.0 && weight_of(layer, i) > 0.0;
+  }
+  const NodeState& state = layer.states[i];
+  const double spread = ldexp(state.spread, -shift_of(layer, i));
+  return square > 8.0 * state.leaves * kEpsilon * spread * spread &&
+         state.weight > 0.0;
 }
 
 /// Number of gradients that are not all zero.
