@@ -57,7 +57,9 @@ class Binding:
         ready: torch.futures.Future[Any] = torch.futures.Future()
         ready.set_result(value)
         result: torch.futures.Future[Any] = torch.futures.Future()
+        plan = _ops.adasum_plan(list(sizes), mode=mode, scale=scale)
+        checks = "layout" if check else "off"
         self.exchange.submit(
-            tensors, sizes, mode, scale, check, release, op, ready, result
+            plan, tensors, [], False, checks, False, release, op, ready, result
         )
         return result
