@@ -28,7 +28,12 @@ from torch_sm3.optim import (
 )
 
 if _TYPE_CHECKING:
-    from torch_sm3.distributed import AdasumState, adasum_all_reduce, adasum_hook
+    from torch_sm3.distributed import (
+        AdasumOptimizer,
+        AdasumState,
+        adasum_all_reduce,
+        adasum_hook,
+    )
 
 __version__: str = BUILD_INFO["version"]
 
@@ -37,6 +42,7 @@ cmake_prefix_path = str(PACKAGE / "share" / "cmake")
 
 __all__ = [
     "SM3",
+    "AdasumOptimizer",
     "AdasumState",
     "Cover",
     "SM3InBackward",
@@ -57,7 +63,7 @@ def __getattr__(name: str) -> object:
     # half a second.
     if name == "trainer":
         return _importlib.import_module("torch_sm3.trainer")
-    if name not in ("distributed", "AdasumState", "adasum_all_reduce", "adasum_hook"):
+    if name != "distributed" and not name.lower().startswith("adasum"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _importlib.import_module("torch_sm3.distributed")
     return module if name == "distributed" else getattr(module, name)

@@ -195,10 +195,18 @@ def adasum_gram(stack: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 
 
 def adasum_coefficients(
-    gram: torch.Tensor, mode: str = "tree", *, scale: float = 1.0
+    gram: torch.Tensor,
+    mode: str = "tree",
+    *,
+    weights: torch.Tensor | None = None,
+    nodes: Sequence[int] | None = None,
+    inner: str = "mean",
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """Return the coefficients [L, p] of the sum of the rows."""
-    return _ops.adasum_coefficients(gram, mode, scale=scale)
+    return _ops.adasum_coefficients(
+        gram, mode, weights=weights, nodes=nodes, inner=inner, scale=scale
+    )
 
 
 def adasum_combine(
@@ -219,10 +227,55 @@ def adasum_all_reduce_(
     _ops.adasum_all_reduce_.process_group(tensors, group.boxed(), mode, scale=scale)
 
 
-def adasum_exchange(group: dist.ProcessGroup, timeout: timedelta) -> Any:
-    """Return the worker thread that owns ``group``: check, submit, drain, close."""
+def adasum_plan(
+    sizes: Sequence[int],
+    *,
+    mode: str = "tree",
+    scale: float = 1.0,
+    algorithm: str = "auto",
+    node_size: int = 0,
+    inner: str = "mean",
+    means: Sequence[bool] = (),
+    weights: Sequence[float] = (),
+    accumulate: str = "float64",
+    wire: str = "",
+    wide_result: bool = False,
+    scratch_bytes: int = 64 << 20,
+    threads: int = 0,
+    names: Sequence[str] = (),
+) -> Any:
+    """Return how layers of given sizes are combined: an AdasumPlan of the library."""
+    return torch.classes.torch_sm3.AdasumPlan(
+        sizes,
+        mode,
+        scale,
+        algorithm,
+        node_size,
+        inner,
+        means,
+        weights,
+        accumulate,
+        wire,
+        wide_result,
+        scratch_bytes,
+        threads,
+        names,
+    )
+
+
+def adasum_exchange(
+    group: dist.ProcessGroup,
+    timeout: timedelta,
+    *,
+    shard_group: dist.ProcessGroup | None = None,
+    local_world_size: int = 0,
+) -> Any:
+    """Return the worker thread that owns the groups: submit, swap, drain, close."""
     return torch.classes.torch_sm3.AdasumExchange(
-        group.boxed(), timeout.total_seconds()
+        group.boxed(),
+        timeout.total_seconds(),
+        None if shard_group is None else shard_group.boxed(),
+        local_world_size,
     )
 
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <torch_sm3/distributed.h>
 
+#include "adasum_compute.h"
 #include "adasum_cpu.h"
 #include "adasum_ops.h"
 
@@ -10,7 +11,8 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
-#include <array>
+#include <optional>
+#include <string_view>
 #include <vector>
 
 namespace torch_sm3::distributed {
@@ -33,31 +35,19 @@ at::Tensor pair_cpu(
     double weight_a,
     double weight_b) {
   check_pair(a, b, sizes, weight_a, weight_b);
+  const Layout layout(sizes.vec());
+  const Range tiles{0, static_cast<int64_t>(layout.tiles().size())};
   const at::Tensor x = a.contiguous();
-  const at::Tensor y = b.contiguous();
   at::Tensor out = at::empty_like(x);
-  const std::array<const void*, 2> rows = {
-      x.const_data_ptr(), y.const_data_ptr()};
-  const std::array<double, 2> weights = {weight_a, weight_b};
-  const Leaves leaves{
-      rows.data(), 2, scalar_kind(x.scalar_type(), "adasum_pair", "a")};
-  const int64_t layers = static_cast<int64_t>(sizes.size());
-  std::vector<double> gram(layers * 4);
-  std::vector<double> coefficients(layers * 2);
-  gram_cpu(leaves, sizes, gram.data());
-  coefficients_cpu(
-      gram.data(),
-      layers,
-      2,
-      Mode::tree,
-      weights.data(),
-      1.0,
-      coefficients.data());
-  combine_cpu(
-      leaves,
-      coefficients.data(),
-      cut_into_tiles(sizes),
-      out.mutable_data_ptr());
+  const Rows rows{{x.view({-1}), b.contiguous().view({-1})}, {}};
+  Rule rule;
+  rule.weights = {weight_a, weight_b};
+  const at::Tensor gram = add_tiles(
+      layout,
+      {0, layout.layers()},
+      dots_of_tiles(layout, tiles, rows, Accumulate::kFloat64));
+  const Coefficients c = coefficients_of_layers(gram, rule, {}, {});
+  combine_tiles(layout, tiles, rows, c.values, out.view({-1}));
   return out;
 }
 
@@ -77,26 +67,6 @@ at::Tensor stack_gram_cpu(const at::Tensor& stack, at::IntArrayRef sizes) {
       sizes,
       gram.mutable_data_ptr<double>());
   return gram;
-}
-
-at::Tensor gram_coefficients_cpu(
-    const at::Tensor& gram,
-    std::string_view mode,
-    double scale) {
-  check_gram(gram);
-  check_scale(scale, "adasum_coefficients");
-  const at::Tensor dense = gram.contiguous();
-  at::Tensor coefficients =
-      at::empty({gram.size(0), gram.size(1)}, gram.options());
-  coefficients_cpu(
-      dense.const_data_ptr<double>(),
-      gram.size(0),
-      gram.size(1),
-      parse_mode(mode, "adasum_coefficients"),
-      nullptr,
-      scale,
-      coefficients.mutable_data_ptr<double>());
-  return coefficients;
 }
 
 at::Tensor stack_combine_cpu(
@@ -135,11 +105,14 @@ at::Tensor gram_meta(const at::Tensor& stack, c10::SymIntArrayRef sizes) {
       stack.options().dtype(at::kDouble));
 }
 
-at::Tensor
-coefficients_meta(const at::Tensor& gram, std::string_view mode, double scale) {
-  check_gram(gram);
-  check_scale(scale, "adasum_coefficients");
-  parse_mode(mode, "adasum_coefficients");
+at::Tensor coefficients_meta(
+    const at::Tensor& gram,
+    std::string_view mode,
+    const std::optional<at::Tensor>& /*weights*/,
+    at::OptionalIntArrayRef nodes,
+    std::string_view inner,
+    double scale) {
+  parse_rule(gram, mode, nodes, inner, scale);
   return at::empty_symint({gram.sym_size(0), gram.sym_size(1)}, gram.options());
 }
 
@@ -151,6 +124,16 @@ at::Tensor combine_meta(
   return at::empty_symint({stack.sym_size(1)}, stack.options());
 }
 
+// Weights are few and are checked, so they come to the host.
+std::vector<double> weights_of(const at::Tensor& weights, int64_t p) {
+  check_weights(weights, p);
+  const at::Tensor values = weights.to(at::kCPU, at::kDouble).contiguous();
+  const double* first = values.const_data_ptr<double>();
+  std::vector<double> list(first, first + p);
+  check_weights(list, "adasum_coefficients");
+  return list;
+}
+
 template <class Signature>
 auto find(const char* name) {
   return c10::Dispatcher::singleton()
@@ -159,6 +142,20 @@ auto find(const char* name) {
 }
 
 } // namespace
+
+at::Tensor coefficients_of_gram(
+    const at::Tensor& gram,
+    std::string_view mode,
+    const std::optional<at::Tensor>& weights,
+    at::OptionalIntArrayRef nodes,
+    std::string_view inner,
+    double scale) {
+  Rule rule = parse_rule(gram, mode, nodes, inner, scale);
+  if (weights.has_value()) {
+    rule.weights = weights_of(*weights, gram.size(1));
+  }
+  return coefficients_of_layers(gram.contiguous(), rule, {}, {}).values;
+}
 
 at::Tensor adasum_pair(
     const at::Tensor& a,
@@ -178,10 +175,13 @@ at::Tensor adasum_gram(const at::Tensor& stack, c10::SymIntArrayRef sizes) {
 at::Tensor adasum_coefficients(
     const at::Tensor& gram,
     std::string_view mode,
+    const std::optional<at::Tensor>& weights,
+    at::OptionalIntArrayRef nodes,
+    std::string_view inner,
     double scale) {
   static const auto op =
       find<decltype(adasum_coefficients)>("torch_sm3::adasum_coefficients");
-  return op.call(gram, mode, scale);
+  return op.call(gram, mode, weights, nodes, inner, scale);
 }
 
 at::Tensor adasum_combine(
@@ -200,6 +200,7 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
   m.def("adasum_gram(Tensor stack, SymInt[] sizes) -> Tensor");
   m.def(
       "adasum_coefficients(Tensor gram, str mode=\"tree\", *, "
+      "Tensor? weights=None, int[]? nodes=None, str inner=\"mean\", "
       "float scale=1.) -> Tensor");
   m.def(
       "adasum_combine(Tensor stack, Tensor coefficients, SymInt[] sizes) "
@@ -209,7 +210,7 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
 TORCH_LIBRARY_IMPL(torch_sm3, CPU, m) {
   m.impl("adasum_pair", &pair_cpu);
   m.impl("adasum_gram", &stack_gram_cpu);
-  m.impl("adasum_coefficients", &gram_coefficients_cpu);
+  m.impl("adasum_coefficients", &coefficients_of_gram);
   m.impl("adasum_combine", &stack_combine_cpu);
 }
 

@@ -62,6 +62,22 @@ Mode parse_mode(std::string_view mode, const char* op) {
   return Mode::sum;
 }
 
+Inner parse_inner(std::string_view inner, const char* op) {
+  if (inner == "mean") {
+    return Inner::mean;
+  }
+  TORCH_CHECK_VALUE(
+      inner == "adasum",
+      message(op, "'mean' or 'adasum'", c10::str("'", inner, "'"), "inner"));
+  return Inner::adasum;
+}
+
+void check_inner(Mode mode, Inner inner, const char* op) {
+  TORCH_CHECK_VALUE(
+      mode != Mode::psum || inner == Inner::mean,
+      message(op, "'mean' for mode 'psum'", "'adasum'", "inner"));
+}
+
 void check_scale(double scale, const char* op) {
   TORCH_CHECK_VALUE(
       std::isfinite(scale), message(op, "a finite number", scale, "scale"));
@@ -137,6 +153,66 @@ void check_gram(const at::Tensor& gram) {
   TORCH_CHECK_TYPE(
       gram.scalar_type() == c10::ScalarType::Double,
       message(op, "float64", c10::toString(gram.scalar_type()), "gram"));
+}
+
+void check_weights(const std::vector<double>& weights, const char* op) {
+  double sum = 0.0;
+  for (const double weight : weights) {
+    TORCH_CHECK_VALUE(
+        weight >= 0 && std::isfinite(weight),
+        message(op, "finite weights >= 0", weight, "weights"));
+    sum += weight;
+  }
+  TORCH_CHECK_VALUE(
+      weights.empty() || (sum > 0 && std::isfinite(sum)),
+      message(op, "weights of a finite sum > 0", sum, "weights"));
+}
+
+void check_weights(const at::Tensor& weights, const c10::SymInt& p) {
+  constexpr const char* op = "adasum_coefficients";
+  TORCH_CHECK_VALUE(
+      weights.dim() == 1 && weights.sym_size(0) == p,
+      message(op, c10::str("shape [", p, "]"), weights.sym_sizes(), "weights"));
+  TORCH_CHECK_TYPE(
+      at::isFloatingType(weights.scalar_type()),
+      message(
+          op,
+          "a floating-point tensor",
+          c10::toString(weights.scalar_type()),
+          "weights"));
+}
+
+Rule parse_rule(
+    const at::Tensor& gram,
+    std::string_view mode,
+    c10::OptionalArrayRef<int64_t> nodes,
+    std::string_view inner,
+    double scale) {
+  constexpr const char* op = "adasum_coefficients";
+  check_gram(gram);
+  check_scale(scale, op);
+  Rule rule;
+  rule.mode = parse_mode(mode, op);
+  rule.inner = parse_inner(inner, op);
+  check_inner(rule.mode, rule.inner, op);
+  rule.scale = scale;
+  if (nodes.has_value()) {
+    rule.nodes = nodes->vec();
+    int64_t sum = 0;
+    for (const int64_t ranks : rule.nodes) {
+      TORCH_CHECK_VALUE(
+          ranks >= 1, message(op, "nodes of >= 1 rank", ranks, "nodes"));
+      sum += ranks;
+    }
+    TORCH_CHECK_VALUE(
+        gram.sym_size(1) == sum,
+        message(
+            op,
+            c10::str("nodes that sum to ", gram.sym_size(1)),
+            c10::str("a sum of ", sum),
+            "nodes"));
+  }
+  return rule;
 }
 
 void check_combine(

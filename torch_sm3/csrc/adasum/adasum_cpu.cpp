@@ -1,21 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "adasum_cpu.h"
 
-#include <torch_sm3/library.h>
+#include "adasum_cpu_tiles.h"
 
-#include <ATen/Parallel.h>
+#include <torch_sm3/library.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace torch_sm3::distributed {
 namespace {
 
-// Below this number of elements threads cost more than they save.
-constexpr int64_t kSerialElements = 32768;
+// Results of fewer elements are read again before they leave the caches.
+constexpr int64_t kStreamedElements = int64_t{1} << 22;
 
-const AdasumKernels& kernels() {
+// Of the calling thread; 0: those of at::parallel_for.
+thread_local int most_threads = 0;
+
+// Large results that do not overwrite a leaf leave the caches alone.
+bool streams(
+    const Leaves& leaves,
+    const std::vector<Tile>& tiles,
+    const void* out) {
+  const int64_t elements =
+      tiles.empty() ? 0 : tiles.back().start + tiles.back().size;
+  bool apart = elements >= kStreamedElements;
+  for (int64_t i = 0; i < leaves.p; ++i) {
+    apart = apart && leaves.rows[i] != out;
+  }
+  return apart;
+}
+
+} // namespace
+
+const AdasumKernels& adasum_kernels() {
 #if defined(__x86_64__)
   switch (cpu_capability()) {
     case CpuCapability::kAvx512:
@@ -29,36 +49,31 @@ const AdasumKernels& kernels() {
   return scalar::kAdasumKernels;
 }
 
-template <class Function>
-void for_tiles(const std::vector<Tile>& tiles, const Function& function) {
-  const int64_t count = static_cast<int64_t>(tiles.size());
-  int64_t elements = 0;
-  for (const Tile& tile : tiles) {
-    elements += tile.size;
-  }
-  const int64_t grain =
-      elements <= kSerialElements ? std::max<int64_t>(count, 1) : 1;
-  at::parallel_for(0, count, grain, function);
+int kernel_threads() {
+  return most_threads;
 }
 
-} // namespace
+int set_kernel_threads(int threads) {
+  return std::exchange(most_threads, threads);
+}
 
 void dots_cpu(
     const Leaves& leaves,
     const std::vector<Tile>& tiles,
-    double* partial) {
+    double* partial,
+    bool float32,
+    const bool* flags) {
   const int64_t p = leaves.p;
   for_tiles(tiles, [&](int64_t first, int64_t last) {
     std::vector<double> scratch(static_cast<size_t>(dots_scratch(p)));
     for (int64_t t = first; t < last; ++t) {
-      kernels().dots(
-          leaves.rows,
-          p,
-          leaves.kind,
-          tiles[t].start,
-          tiles[t].size,
-          scratch.data(),
-          partial + t * pair_count(p));
+      if (flags == nullptr || flags[tiles[t].layer]) {
+        adasum_kernels().dots(
+            rows_of(leaves, tiles[t], t),
+            float32,
+            scratch.data(),
+            partial + t * pair_count(p));
+      }
     }
   });
 }
@@ -98,42 +113,22 @@ void gram_cpu(const Leaves& leaves, c10::IntArrayRef sizes, double* gram) {
   add_tiles_cpu(partial.data(), tiles_of_layer, leaves.p, gram);
 }
 
-void coefficients_cpu(
-    const double* gram,
-    int64_t layers,
-    int64_t p,
-    Mode mode,
-    const double* weights,
-    double scale,
-    double* coefficients) {
-  std::vector<int32_t> exponents(static_cast<size_t>(p));
-  for (int64_t l = 0; l < layers; ++l) {
-    adasum_layer_coefficients(
-        gram + l * p * p,
-        p,
-        mode,
-        weights,
-        scale,
-        exponents.data(),
-        coefficients + l * p);
-  }
-}
-
 void combine_cpu(
     const Leaves& leaves,
     const double* coefficients,
     const std::vector<Tile>& tiles,
-    void* out) {
+    void* out,
+    std::optional<ScalarKind> kind) {
+  const ScalarKind to = kind.value_or(leaves.kind);
+  const bool streamed = streams(leaves, tiles, out);
   for_tiles(tiles, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
-      kernels().combine(
-          leaves.rows,
-          leaves.p,
+      adasum_kernels().combine(
+          rows_of(leaves, tiles[t], t),
           coefficients + tiles[t].layer * leaves.p,
-          leaves.kind,
-          tiles[t].start,
-          tiles[t].size,
-          out);
+          element(out, tiles[t].start, to),
+          to,
+          streamed);
     }
   });
 }

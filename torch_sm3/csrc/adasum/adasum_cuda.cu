@@ -80,22 +80,6 @@ void launch_gram(
   }
 }
 
-void launch_coefficients(
-    const double* gram,
-    int64_t layers,
-    int64_t p,
-    Mode mode,
-    const double* weights,
-    double scale,
-    int32_t* exponents,
-    double* c,
-    Stream stream) {
-  if (layers > 0) {
-    coefficients<<<blocks_for(layers), kThreads, 0, stream>>>(
-        gram, layers, p, mode, weights, scale, exponents, c);
-  }
-}
-
 void launch_combine(
     const void* stack,
     ScalarKind kind,

@@ -6,8 +6,6 @@
 
 #include "scalar_math.h"
 
-#include <torch_sm3/adasum_mode.h>
-
 #include <cstdint>
 
 struct CUstream_st;
@@ -30,18 +28,6 @@ void launch_gram(
     const Shape& shape,
     double* partial,
     double* gram,
-    Stream stream);
-
-/// Writes the coefficients [L, p]; `exponents` is int32 [L, p] of scratch.
-void launch_coefficients(
-    const double* gram,
-    int64_t layers,
-    int64_t p,
-    Mode mode,
-    const double* weights,
-    double scale,
-    int32_t* exponents,
-    double* coefficients,
     Stream stream);
 
 /// Writes the sum of the rows with their coefficients, [N].

@@ -3,6 +3,7 @@
 /// \file
 /// The Adasum operators for CUDA tensors.
 
+#include "adasum_compute.h"
 #include "adasum_cpu.h"
 #include "adasum_cuda.h"
 #include "adasum_ops.h"
@@ -15,7 +16,6 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
-#include <array>
 #include <vector>
 
 namespace torch_sm3::distributed {
@@ -69,29 +69,6 @@ at::Tensor gram_of(const at::Tensor& stack, const Tiles& tiles) {
   return gram;
 }
 
-at::Tensor coefficients_of(
-    const at::Tensor& gram,
-    Mode mode,
-    const double* weights,
-    double scale) {
-  const int64_t layers = gram.size(0);
-  const int64_t p = gram.size(1);
-  at::Tensor coefficients = at::empty({layers, p}, gram.options());
-  at::Tensor exponents = at::empty({layers, p}, gram.options().dtype(at::kInt));
-  cuda::launch_coefficients(
-      gram.const_data_ptr<double>(),
-      layers,
-      p,
-      mode,
-      weights,
-      scale,
-      exponents.mutable_data_ptr<int32_t>(),
-      coefficients.mutable_data_ptr<double>(),
-      c10::cuda::getCurrentCUDAStream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-  return coefficients;
-}
-
 at::Tensor combine_of(
     const at::Tensor& stack,
     const at::Tensor& coefficients,
@@ -116,20 +93,6 @@ at::Tensor stack_gram_cuda(const at::Tensor& stack, at::IntArrayRef sizes) {
   return gram_of(dense, upload_tiles(dense, sizes));
 }
 
-at::Tensor gram_coefficients_cuda(
-    const at::Tensor& gram,
-    std::string_view mode,
-    double scale) {
-  check_gram(gram);
-  check_scale(scale, "adasum_coefficients");
-  const c10::cuda::CUDAGuard guard(gram.device());
-  return coefficients_of(
-      gram.contiguous(),
-      parse_mode(mode, "adasum_coefficients"),
-      nullptr,
-      scale);
-}
-
 at::Tensor stack_combine_cuda(
     const at::Tensor& stack,
     const at::Tensor& coefficients,
@@ -151,11 +114,10 @@ at::Tensor pair_cuda(
   const c10::cuda::CUDAGuard guard(a.device());
   const at::Tensor stack = at::stack({a.reshape({-1}), b.reshape({-1})});
   const Tiles tiles = upload_tiles(stack, sizes);
-  const std::array<double, 2> weights = {weight_a, weight_b};
-  const at::Tensor weight =
-      at::tensor(c10::ArrayRef<double>(weights), at::kDouble).to(a.device());
-  const at::Tensor coefficients = coefficients_of(
-      gram_of(stack, tiles), Mode::tree, weight.const_data_ptr<double>(), 1.0);
+  Rule rule;
+  rule.weights = {weight_a, weight_b};
+  const at::Tensor coefficients =
+      coefficients_of_layers(gram_of(stack, tiles), rule, {}, {}).values;
   return combine_of(stack, coefficients, tiles).view(a.sizes());
 }
 
@@ -164,7 +126,7 @@ at::Tensor pair_cuda(
 TORCH_LIBRARY_IMPL(torch_sm3, CUDA, m) {
   m.impl("adasum_pair", &pair_cuda);
   m.impl("adasum_gram", &stack_gram_cuda);
-  m.impl("adasum_coefficients", &gram_coefficients_cuda);
+  m.impl("adasum_coefficients", &coefficients_of_gram);
   m.impl("adasum_combine", &stack_combine_cuda);
 }
 

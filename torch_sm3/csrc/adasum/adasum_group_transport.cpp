@@ -24,15 +24,7 @@ GroupTransport::GroupTransport(
       timeout_(timeout),
       rank_(group_->getRank()),
       size_(group_->getSize()),
-      place_(
-          c10::str(
-              " [rank ",
-              rank_,
-              " of ",
-              size_,
-              ", group ",
-              group_->getGroupName(),
-              "]")) {}
+      place_(place_of(rank_, size_, group_->getGroupName())) {}
 
 GroupTransport::Works GroupTransport::start(std::string what) const {
   Works works;
@@ -140,17 +132,7 @@ void GroupTransport::fail(
     waiting_.clear();
     TORCH_CHECK(!interrupted_, works.what, ": the exchange was closed", place_);
   }
-  C10_THROW_ERROR(
-      DistBackendError,
-      c10::str(
-          works.what,
-          ": expected ",
-          expected,
-          " within ",
-          std::chrono::duration<double>(timeout_).count(),
-          " s, but got: ",
-          got,
-          place_));
+  throw_backend_error(works.what, expected, timeout_, got, place_);
 }
 
 void GroupTransport::wait_one(

@@ -7,7 +7,7 @@
 /// tile, a warp a strip, a thread a lane.
 
 #include "adasum_kernel.h"
-#include "adasum_math.h"
+#include "scalar_math.h"
 
 #include <cstdint>
 
@@ -86,30 +86,6 @@ __global__ void add_tiles(
     sum += partial[t * pair_count(p) + pair];
   }
   gram[index] = sum;
-}
-
-/// One thread per layer.
-__global__ void coefficients(
-    const double* gram,
-    int64_t layers,
-    int64_t p,
-    Mode mode,
-    const double* weights,
-    double scale,
-    int32_t* exponents,
-    double* c) {
-  const int64_t layer =
-      static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (layer < layers) {
-    adasum_layer_coefficients(
-        gram + layer * p * p,
-        p,
-        mode,
-        weights,
-        scale,
-        exponents + layer * p,
-        c + layer * p);
-  }
 }
 
 /// Block t: the elements of tile t.

@@ -5,9 +5,10 @@
 /// Coefficients of one layer from its Gram matrix, once for host and device.
 ///
 /// Every result of Adasum is `sum_i c_i g_i` where `c` depends on the inner
-/// products of the leaves alone. Exponents are split off first, so that leaves
-/// whose norms differ by 1e150 neither overflow nor underflow.
+/// products of the leaves alone.
 
+#include "adasum_nodes_math.h"
+#include "adasum_tree_math.h"
 #include "scalar_math.h"
 
 #include <torch_sm3/adasum_mode.h>
@@ -17,208 +18,149 @@
 
 namespace torch_sm3::distributed {
 
+/// What holds for all layers; a kernel takes it by value.
+struct LayerRule {
+  int64_t p; ///< number of leaves
+  Mode mode;
+  double scale; ///< factor of every coefficient
+  /// Weights of the leaves, 0: absent; null: all 1.
+  const double* weights;
+  /// Ranks per node; they sum to p. Null: no nodes.
+  const int64_t* nodes;
+  int64_t node_count;
+  Inner inner;
+};
+
+/// What is known of one layer.
+struct LayerInput {
+  /// p x p inner products of the leaves 2^-shift_i g_i, row by row.
+  const double* gram;
+  /// INT32_MIN counts as 0; null: all 0.
+  const int32_t* shifts;
+  /// Leaves that are nodes of an earlier stage (their weights replace those of
+  /// the rule); null: gradients.
+  const NodeState* states;
+  /// The layer gets the mean, whatever the rule says.
+  bool excluded;
+};
+
+/// What is computed for one layer.
+struct LayerOutput {
+  double* c;        ///< p coefficients of the leaves 2^-shift_i g_i
+  double* report;   ///< kappa and the number of cancelled nodes
+  NodeState* state; ///< the root as a leaf of the next stage
+};
+
+/// Float64 of scratch per layer; `nodes`: number of nodes, or 0.
+TORCH_SM3_INLINE int64_t layer_scratch(int64_t p, int64_t nodes) {
+  return p + nodes * (nodes + 3);
+}
+
+/// Integers of scratch per layer.
+TORCH_SM3_INLINE int64_t layer_integers(int64_t p, int64_t nodes) {
+  return p + 2 * nodes;
+}
+
 namespace detail {
 
-/// Epsilon of the float64 in which the dot products are summed.
-inline constexpr double kEpsilon = 0x1p-52;
-/// Open nodes of a tree over fewer than 2^62 ranks.
-inline constexpr int kMaxDepth = 64;
-
-/// The vector 2^exponent * sum_i a_i 2^-e_i g_i over the leaves first..last-1.
-struct Node {
-  int64_t first, last;
-  int exponent;
-  double weight; // 0: absent
-  double square; // a^T H a
-};
-
-/// One layer: Gram matrix, exponents of its leaves' norms, vector a of all
-/// nodes (no leaf belongs to two open nodes).
-struct Layer {
-  const double* gram;
-  int64_t p;
-  int32_t* exponents;
-  double* a;
-  double active;
-};
-
-/// Exponent e with sqrt(square) in [2^(e-1), 2^e).
-TORCH_SM3_INLINE int norm_exponent(double square) {
-  int exponent;
-  frexp(sqrt(square), &exponent);
-  return exponent;
+TORCH_SM3_INLINE NodeState state_of(const Layer& layer, const Node& root) {
+  const bool present = root.weight > 0.0;
+  return {
+      root.weight,
+      present ? ldexp(root.spread, root.exponent) : 0.0,
+      layer.active};
 }
 
-/// H_ij = G_ij 2^-(e_i + e_j), exactly.
-TORCH_SM3_INLINE double scaled(const Layer& layer, int64_t i, int64_t j) {
-  return ldexp(
-      layer.gram[i * layer.p + j], -(layer.exponents[i] + layer.exponents[j]));
+TORCH_SM3_INLINE Means
+means_in(double* numbers, int32_t* integers, int64_t count) {
+  double* lists = numbers + count * count;
+  return {
+      numbers,
+      lists,
+      lists + count,
+      lists + 2 * count,
+      integers,
+      integers + count};
 }
 
-/// a^T H b for a over the leaves of `x` and b over those of `y`.
-TORCH_SM3_INLINE double
-inner(const Layer& layer, const Node& x, const Node& y) {
-  double sum = 0.0;
-  for (int64_t i = x.first; i < x.last; ++i) {
-    double row = 0.0;
-    if (layer.a[i] != 0.0) {
-      for (int64_t j = y.first; j < y.last; ++j) {
-        row += layer.a[j] == 0.0 ? 0.0 : scaled(layer, i, j) * layer.a[j];
-      }
-    }
-    sum += layer.a[i] * row;
+/// Coefficients by tree or psum of two leaves or more.
+TORCH_SM3_INLINE NodeState
+with_projection(const Layer& layer, const LayerRule& rule, const Means& means) {
+  const Nodes nodes{rule.nodes, rule.node_count};
+  NodeState state{0.0, 0.0, layer.active};
+  if (nodes.count > 0 && rule.inner == Inner::mean) {
+    node_means(layer, rule.mode, nodes, means);
+  } else if (rule.mode == Mode::psum) {
+    one_round(layer);
+  } else {
+    state = state_of(
+        layer,
+        nodes.count > 0 ? node_trees(layer, nodes) : tree(layer, 0, layer.p));
   }
-  return sum;
-}
-
-TORCH_SM3_INLINE void
-multiply(const Layer& layer, const Node& node, double factor) {
-  for (int64_t i = node.first; i < node.last; ++i) {
-    layer.a[i] *= factor;
-  }
-}
-
-/// Brings max |a_i| sqrt(H_ii) into [1/2, 1), then drops the node if its
-/// leaves cancel below what the sums can resolve.
-TORCH_SM3_INLINE void finish(const Layer& layer, Node* node) {
-  double largest = 0.0, total = 0.0;
-  for (int64_t i = node->first; i < node->last; ++i) {
-    const double a = layer.a[i];
-    const double size = a == 0.0 ? 0.0 : fabs(a) * sqrt(scaled(layer, i, i));
-    largest = size > largest ? size : largest;
-    total += size;
-  }
-  int shift = 0;
-  frexp(largest, &shift);
-  multiply(layer, *node, ldexp(1.0, -shift));
-  node->exponent += shift;
-  total = ldexp(total, -shift);
-  node->square = inner(layer, *node, *node);
-  if (!(node->square > 8.0 * layer.active * kEpsilon * total * total)) {
-    multiply(layer, *node, 0.0);
-    node->weight = 0.0;
-  }
-}
-
-/// The pair rule: `x` becomes the combination of `x` and its right neighbour.
-TORCH_SM3_INLINE void merge(const Layer& layer, Node* x, const Node& y) {
-  Node both = *x;
-  both.last = y.last;
-  both.weight = x->weight + y.weight;
-  if (x->weight == 0.0 || y.weight == 0.0) {
-    const Node& one = x->weight == 0.0 ? y : *x;
-    both.exponent = one.exponent;
-    both.square = one.square;
-    *x = both;
-    return;
-  }
-  const double dot = inner(layer, *x, y);
-  const double rho_x = x->weight / both.weight * (dot / x->square);
-  const double rho_y = y.weight / both.weight * (dot / y.square);
-  both.exponent = x->exponent > y.exponent ? x->exponent : y.exponent;
-  const double unit_x = ldexp(1.0, x->exponent - both.exponent);
-  const double unit_y = ldexp(1.0, y.exponent - both.exponent);
-  multiply(layer, *x, unit_x - rho_x * unit_y);
-  multiply(layer, y, unit_y - rho_y * unit_x);
-  finish(layer, &both);
-  *x = both;
-}
-
-/// The vector of the whole tree. Runs of 2^k ranks are merged as soon as they
-/// are full, what is left at the end from the right: the split after the
-/// largest power of two, without recursion.
-TORCH_SM3_INLINE Node tree(const Layer& layer, const double* weights) {
-  Node open[kMaxDepth];
-  int depth = 0;
-  for (int64_t i = 0; i < layer.p; ++i) {
-    const double square = layer.gram[i * layer.p + i];
-    const double weight = weights == nullptr ? 1.0 : weights[i];
-    const bool active = square > 0.0 && weight > 0.0;
-    layer.exponents[i] = active ? norm_exponent(square) : 0;
-    layer.a[i] = active ? 1.0 : 0.0;
-    Node leaf{i, i + 1, layer.exponents[i], active ? weight : 0.0, 0.0};
-    leaf.square = active ? scaled(layer, i, i) : 0.0;
-    open[depth++] = leaf;
-    while (depth > 1 && open[depth - 2].last - open[depth - 2].first ==
-                            open[depth - 1].last - open[depth - 1].first) {
-      merge(layer, &open[depth - 2], open[depth - 1]);
-      --depth;
-    }
-  }
-  for (; depth > 1; --depth) {
-    merge(layer, &open[depth - 2], open[depth - 1]);
-  }
-  return open[0];
-}
-
-TORCH_SM3_INLINE double
-active_leaves(const double* gram, int64_t p, const double* weights) {
-  double count = 0.0;
-  for (int64_t i = 0; i < p; ++i) {
-    const bool given = weights == nullptr || weights[i] > 0.0;
-    count += given && gram[i * p + i] > 0.0 ? 1.0 : 0.0;
-  }
-  return count;
-}
-
-/// Trax's one-round form: projections on the leaves themselves.
-TORCH_SM3_INLINE double
-one_round(const double* gram, int64_t p, int64_t i, double active) {
-  const double own = gram[i * p + i];
-  double others = 0.0;
-  for (int64_t j = 0; j < p; ++j) {
-    others += j == i ? 0.0 : gram[i * p + j];
-  }
-  return own == 0.0 ? 0.0 : 1.0 - others / own / active;
+  return state;
 }
 
 } // namespace detail
 
-/// Writes the coefficients c_0..c_{p-1} of one layer.
+/// Writes the coefficients of one layer.
 ///
-/// \param gram      p x p inner products of the leaves, row by row
-/// \param p         number of leaves
-/// \param mode      see Mode
-/// \param weights   weights of the leaves (tree only), or null for all 1
-/// \param scale     factor of every coefficient
-/// \param exponents p integers of scratch
-/// \param c         the result
+/// A layer with a NaN or an infinity in its Gram matrix gets NaN by the rules
+/// that project.
+///
+/// \param numbers  layer_scratch(p, node_count) float64
+/// \param integers layer_integers(p, node_count)
+/// \param output   `state` is that of `tree` without the mean of nodes; its
+///                 weight is 0 for all other rules
 TORCH_SM3_INLINE void adasum_layer_coefficients(
-    const double* gram,
-    int64_t p,
-    Mode mode,
-    const double* weights,
-    double scale,
-    int32_t* exponents,
-    double* c) {
-  bool finite = true;
-  for (int64_t k = 0; k < p * p; ++k) {
-    // Also false for NaN.
-    finite = finite && fabs(gram[k]) <= 0x1.fffffffffffffp+1023;
-  }
+    const LayerRule& rule,
+    const LayerInput& input,
+    double* numbers,
+    int32_t* integers,
+    const LayerOutput& output) {
+  const int64_t p = rule.p;
+  const Mode mode = input.excluded ? Mode::mean : rule.mode;
   const bool projects = mode == Mode::tree || mode == Mode::psum;
-  if (p == 1 || !projects || !finite) {
-    const double mean = 1.0 / static_cast<double>(p);
-    const double value = p == 1 || mode == Mode::sum ? 1.0
-                         : mode == Mode::mean        ? mean
-                                                     : NAN;
+  const bool finite = detail::all_finite(input.gram, p * p);
+  detail::Report report{1.0, 0.0};
+  detail::Layer layer{
+      input.gram,
+      p,
+      rule.weights,
+      input.shifts,
+      input.states,
+      integers,
+      numbers,
+      output.c,
+      0.0,
+      &report};
+  layer.active = finite ? detail::count_active(layer) : 0.0;
+  NodeState state{0.0, 0.0, layer.active};
+  if (projects && finite) {
+    detail::find_exponents(layer);
+    state = detail::with_projection(
+        layer,
+        rule,
+        detail::means_in(numbers + p, integers + p, rule.node_count));
+  } else if (projects) {
+    report.kappa = NAN;
     for (int64_t i = 0; i < p; ++i) {
-      c[i] = value * scale;
+      output.c[i] = NAN;
     }
-    return;
+  } else {
+    const bool means = rule.inner == Inner::mean;
+    detail::without_projection(
+        layer, mode, {rule.nodes, means ? rule.node_count : 0});
   }
-  const double active = detail::active_leaves(gram, p, weights);
-  if (mode == Mode::psum) {
-    for (int64_t i = 0; i < p; ++i) {
-      c[i] = scale * detail::one_round(gram, p, i, active);
-    }
-    return;
+  if (p == 1) {
+    // One rank keeps what it has, NaN included.
+    output.c[0] = ldexp(1.0, detail::shift_of(layer, 0));
   }
-  const detail::Layer layer{gram, p, exponents, c, active};
-  const detail::Node root = detail::tree(layer, weights);
   for (int64_t i = 0; i < p; ++i) {
-    c[i] = scale * ldexp(c[i], root.exponent - exponents[i]);
+    output.c[i] *= rule.scale;
   }
+  output.report[0] = report.kappa;
+  output.report[1] = report.cancelled;
+  *output.state = state;
 }
 
 } // namespace torch_sm3::distributed

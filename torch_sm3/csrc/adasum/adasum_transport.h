@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -70,6 +71,11 @@ class Transport {
   /// stream will have it), so that the host may look at it.
   virtual bool host_waits() const = 0;
 
+  /// Where tensors live whose contents the host reads or makes.
+  virtual c10::Device control_device() const {
+    return c10::kCPU;
+  }
+
   int64_t bytes_sent() const {
     return bytes_sent_;
   }
@@ -91,5 +97,22 @@ class Transport {
   int64_t bytes_sent_ = 0;
   int64_t messages_sent_ = 0;
 };
+
+/// What `Transport::place` returns.
+std::string place_of(int rank, int size, const std::string& group);
+
+/// Throws the DistBackendError of a step that did not end well.
+///
+/// \param what     operation and phase
+/// \param expected who was to do what
+/// \param timeout  how long it was waited for
+/// \param got      what happened instead
+/// \param place    of the transport
+[[noreturn]] void throw_backend_error(
+    const std::string& what,
+    const std::string& expected,
+    std::chrono::milliseconds timeout,
+    const std::string& got,
+    const std::string& place);
 
 } // namespace torch_sm3::distributed

@@ -10,8 +10,10 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/OptionalArrayRef.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -48,13 +50,20 @@ adasum_gram(const at::Tensor& stack, c10::SymIntArrayRef sizes);
 
 /// Computes the coefficients c of the result sum_i c_i g_i of each layer.
 ///
-/// \param gram  inner products, [L, p, p]
-/// \param mode  "tree", "psum", "mean" or "sum"
-/// \param scale factor of all coefficients
+/// \param gram    inner products, [L, p, p]
+/// \param mode    "tree", "psum", "mean" or "sum"
+/// \param weights weight of each rank, [p], 0: absent; all 1 if left out
+/// \param nodes   ranks of each node, in order, that are combined first; they
+///                sum to p
+/// \param inner   how: "mean" or "adasum"
+/// \param scale   factor of all coefficients
 /// \return [L, p]
 TORCH_SM3_API at::Tensor adasum_coefficients(
     const at::Tensor& gram,
     std::string_view mode = "tree",
+    const std::optional<at::Tensor>& weights = std::nullopt,
+    c10::OptionalArrayRef<int64_t> nodes = std::nullopt,
+    std::string_view inner = "mean",
     double scale = 1.0);
 
 /// Adds the leaves with their coefficients, in float64, rounded once.

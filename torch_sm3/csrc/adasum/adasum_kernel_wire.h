@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+/// \file
+/// Largest magnitudes and products with a power of two, for the 16-bit format
+/// of the wire and for leaves at the ends of float64. Included by
+/// adasum_kernel_impl.h only.
+
+#include "adasum_kernel_vector.h"
+
+namespace torch_sm3::distributed::TORCH_SM3_ISA {
+
+/// Bits of an element: unsigned integer, those of +infinity.
+template <class T>
+struct BitsOf;
+template <>
+struct BitsOf<float> {
+  using Type = uint32_t;
+  static constexpr Type kInfinity = 0x7f800000u;
+};
+template <>
+struct BitsOf<double> {
+  using Type = uint64_t;
+  static constexpr Type kInfinity = 0x7ff0000000000000u;
+};
+template <>
+struct BitsOf<Half> {
+  using Type = uint16_t;
+  static constexpr Type kInfinity = 0x7c00u;
+};
+template <>
+struct BitsOf<BFloat16> {
+  using Type = uint16_t;
+  static constexpr Type kInfinity = 0x7f80u;
+};
+
+// Magnitudes are in the order of their bits.
+template <class T>
+static Largest largest_of(const T* in, int64_t size) {
+  using Bits = typename BitsOf<T>::Type;
+  constexpr Bits kInfinity = BitsOf<T>::kInfinity;
+  constexpr Bits kMagnitude = static_cast<Bits>(~Bits{0}) >> 1;
+  Bits any = 0, finite = 0;
+  for (int64_t e = 0; e < size; ++e) {
+    Bits bits;
+    __builtin_memcpy(&bits, in + e, sizeof(bits));
+    bits &= kMagnitude;
+    const Bits kept = bits < kInfinity ? bits : Bits{0};
+    any = bits > any ? bits : any;
+    finite = kept > finite ? kept : finite;
+  }
+  T value;
+  __builtin_memcpy(&value, &finite, sizeof(value));
+  return {to_double(value), any < kInfinity};
+}
+
+static Largest largest(const void* in, ScalarKind kind, int64_t size) {
+  switch (kind) {
+    case ScalarKind::kFloat64:
+      return largest_of(static_cast<const double*>(in), size);
+    case ScalarKind::kFloat16:
+      return largest_of(static_cast<const Half*>(in), size);
+    case ScalarKind::kBFloat16:
+      return largest_of(static_cast<const BFloat16*>(in), size);
+    default:
+      return largest_of(static_cast<const float*>(in), size);
+  }
+}
+
+template <class T, class O>
+static void rescale_to(const T* in, int64_t size, double factor, O* out) {
+  for (int64_t e = 0; e < size; ++e) {
+    round_to(factor * to_double(in[e]), out + e);
+  }
+}
+
+template <class T>
+static void rescale_from(
+    const void* in,
+    int64_t size,
+    double factor,
+    void* out,
+    ScalarKind to) {
+  const T* from = static_cast<const T*>(in);
+  switch (to) {
+    case ScalarKind::kFloat32:
+      return rescale_to(from, size, factor, static_cast<float*>(out));
+    case ScalarKind::kFloat64:
+      return rescale_to(from, size, factor, static_cast<double*>(out));
+    case ScalarKind::kFloat16:
+      return rescale_to(from, size, factor, static_cast<Half*>(out));
+    case ScalarKind::kBFloat16:
+      return rescale_to(from, size, factor, static_cast<BFloat16*>(out));
+  }
+}
+
+static void rescale(
+    const void* in,
+    ScalarKind from,
+    int64_t size,
+    double factor,
+    void* out,
+    ScalarKind to) {
+  switch (from) {
+    case ScalarKind::kFloat32:
+      return rescale_from<float>(in, size, factor, out, to);
+    case ScalarKind::kFloat64:
+      return rescale_from<double>(in, size, factor, out, to);
+    case ScalarKind::kFloat16:
+      return rescale_from<Half>(in, size, factor, out, to);
+    case ScalarKind::kBFloat16:
+      return rescale_from<BFloat16>(in, size, factor, out, to);
+  }
+}
+
+} // namespace torch_sm3::distributed::TORCH_SM3_ISA
