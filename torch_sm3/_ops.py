@@ -178,42 +178,56 @@ def sm3_nonfinite_(grads: list[Tensor], found: Tensor) -> None:
 
 
 def adasum_pair(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
     sizes: Sequence[int],
     *,
     weight_a: float = 1.0,
     weight_b: float = 1.0,
-) -> torch.Tensor:
-    """Apply the pair rule to each layer of two flat gradients."""
+) -> Tensor:
+    """Apply the pair rule to each layer of two gradients of one shape."""
     return _ops.adasum_pair(a, b, sizes, weight_a=weight_a, weight_b=weight_b)
 
 
-def adasum_gram(stack: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Return the inner products of all rows, layer by layer: [L, p, p] float64."""
-    return _ops.adasum_gram(stack, sizes)
+def adasum_gram(
+    stack: Tensor, sizes: Sequence[int], *, accumulate_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the inner products of all rows, layer by layer: [L, p, p] float64.
+
+    Products of float64 rows are returned as they are, also where they overflow or
+    vanish; :func:`adasum_pair` and the exchange scale such rows.
+    """
+    return _ops.adasum_gram(stack, sizes, accumulate_dtype=accumulate_dtype)
 
 
 def adasum_coefficients(
-    gram: torch.Tensor,
+    gram: Tensor,
     mode: str = "tree",
     *,
-    weights: torch.Tensor | None = None,
+    weights: Tensor | None = None,
     nodes: Sequence[int] | None = None,
     inner: str = "mean",
     scale: float = 1.0,
-) -> torch.Tensor:
-    """Return the coefficients [L, p] of the sum of the rows."""
+) -> Tensor:
+    """Return the coefficients [L, p] of the sum of the rows.
+
+    ``weights`` [p] come to the host, where they are checked. ``nodes`` are the numbers
+    of consecutive ranks that are combined first, by their mean or by Adasum.
+    """
     return _ops.adasum_coefficients(
         gram, mode, weights=weights, nodes=nodes, inner=inner, scale=scale
     )
 
 
 def adasum_combine(
-    stack: torch.Tensor, coefficients: torch.Tensor, sizes: Sequence[int]
-) -> torch.Tensor:
+    stack: Tensor,
+    coefficients: Tensor,
+    sizes: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Return the rows added with their coefficients, rounded once: [N]."""
-    return _ops.adasum_combine(stack, coefficients, sizes)
+    return _ops.adasum_combine(stack, coefficients, sizes, dtype=dtype)
 
 
 def adasum_all_reduce_(
@@ -227,10 +241,55 @@ def adasum_all_reduce_(
     _ops.adasum_all_reduce_.process_group(tensors, group.boxed(), mode, scale=scale)
 
 
-def adasum_exchange(group: dist.ProcessGroup, timeout: timedelta) -> Any:
-    """Return the worker thread that owns ``group``: check, submit, drain, close."""
+def adasum_plan(
+    sizes: Sequence[int],
+    *,
+    mode: str = "tree",
+    scale: float = 1.0,
+    algorithm: str = "auto",
+    node_size: int = 0,
+    inner: str = "mean",
+    means: Sequence[bool] = (),
+    weights: Sequence[float] = (),
+    accumulate: str = "float64",
+    wire: str = "",
+    wide_result: bool = False,
+    scratch_bytes: int = 64 << 20,
+    threads: int = 0,
+    names: Sequence[str] = (),
+) -> Any:
+    """Return how layers of given sizes are combined: an AdasumPlan of the library."""
+    return torch.classes.torch_sm3.AdasumPlan(
+        sizes,
+        mode,
+        scale,
+        algorithm,
+        node_size,
+        inner,
+        means,
+        weights,
+        accumulate,
+        wire,
+        wide_result,
+        scratch_bytes,
+        threads,
+        names,
+    )
+
+
+def adasum_exchange(
+    group: dist.ProcessGroup,
+    timeout: timedelta,
+    *,
+    shard_group: dist.ProcessGroup | None = None,
+    local_world_size: int = 0,
+) -> Any:
+    """Return the worker thread that owns the groups: submit, swap, drain, close."""
     return torch.classes.torch_sm3.AdasumExchange(
-        group.boxed(), timeout.total_seconds()
+        group.boxed(),
+        timeout.total_seconds(),
+        None if shard_group is None else shard_group.boxed(),
+        local_world_size,
     )
 
 

@@ -448,9 +448,15 @@ def merge_rules(rank, world):
 
 
 def resume(rank, world):
-    """A hundred steps in one go, and with a checkpoint of each rank in the middle."""
+    """Training in one go, and with a checkpoint of each rank in the middle."""
     ends = {}
-    for name, options in (("SM3 int8", {}), ("Adam", {"combine_every": 4})):
+    for name, last, options in (
+        ("SM3 int8", 20, {}),
+        ("SM3", 20, {"whole": True}),
+        # Its checkpoint falls between two combinations.
+        ("Adam", 100, {"combine_every": 4}),
+    ):
+        middle = last // 2
         kind, inner = KINDS[name]
 
         def make(params, kind=kind, inner=inner, options=options):
@@ -463,12 +469,12 @@ def resume(rank, world):
 
         straight = list(make_net().parameters())
         optimizer = make(straight)
-        train(straight, optimizer, range(100))
+        train(straight, optimizer, range(last))
         optimizer.close()
 
         params = list(make_net().parameters())
         optimizer = make(params)
-        train(params, optimizer, range(50))
+        train(params, optimizer, range(middle))
         file = io.BytesIO()
         torch.save({"params": copies(params), "opt": optimizer.state_dict()}, file)
         optimizer.close()
@@ -480,7 +486,7 @@ def resume(rank, world):
         for param, value in zip(params, saved["params"], strict=True):
             param.data.copy_(value)
         optimizer.load_state_dict(saved["opt"])
-        train(params, optimizer, range(50, 100))
+        train(params, optimizer, range(middle, last))
         steps = optimizer.adasum_state.step
         optimizer.close()
         ends[name] = copies(straight), copies(params), steps

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torch_sm3 import _ops
 from torch_sm3.distributed._binding import Binding
 from torch_sm3.distributed._group import resolve
 from torch_sm3.distributed._options import check_options
@@ -92,7 +93,8 @@ def adasum_all_reduce(
         binding = _bindings[group]
     for part in by_dtype.values():
         # Everything that can be refused here is refused before the first message.
-        binding.exchange.check(part, op)
+        plan = _ops.adasum_plan([tensor.numel() for tensor in part])
+        binding.exchange.check(plan, part, [], op)
     for part in by_dtype.values():
         # One thread works in order, so the last future is the last to complete.
         result = binding.submit(

@@ -86,9 +86,8 @@ def test_failed_bucket_is_raised_by_backward():
     [
         (ValueError, "at least one tensor", []),
         (TypeError, "got Int", torch.ones(3, dtype=torch.int32)),
-        (TypeError, "got ComplexFloat", torch.ones(3, dtype=torch.complex64)),
         (NotImplementedError, "sparse=False", torch.ones(3).to_sparse()),
-        (NotImplementedError, "CPU tensors", torch.ones(3, device="meta")),
+        (NotImplementedError, "on meta", torch.ones(3, device="meta")),
         (ValueError, "without overlap", torch.ones(1).expand(3)),
     ],
 )

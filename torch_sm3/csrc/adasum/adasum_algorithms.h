@@ -27,7 +27,9 @@ enum class Phase : int8_t {
 };
 inline constexpr int kPhases = 6;
 
-/// What metrics are made from.
+/// What metrics are made from. Where runs of ranks are combined first
+/// (two_level, nodes of equal size with the mean inside), the leaves are those
+/// of the runs.
 struct Outcome {
   at::Tensor gram;         ///< float64 [L, p, p]; undefined for vhdd
   at::Tensor coefficients; ///< float64 [L, p]; undefined for vhdd
@@ -39,17 +41,17 @@ struct Outcome {
   int64_t messages_sent = 0;
 };
 
-/// Buffers that stay allocated between buckets, below a cap.
+/// Memory that stays allocated between buckets; its users keep to the cap.
 class Scratch {
  public:
-  /// The `index`-th buffer, grown to `bytes`; uint8, on the device of `like`.
-  at::Tensor take(size_t index, int64_t bytes, const at::Tensor& like);
+  /// The memory, grown to `bytes`; uint8, on the device of `like`.
+  at::Tensor take(int64_t bytes, const at::Tensor& like);
   void release() {
-    buffers_.clear();
+    memory_ = at::Tensor();
   }
 
  private:
-  std::vector<at::Tensor> buffers_;
+  at::Tensor memory_;
 };
 
 /// One bucket on its way.
@@ -59,12 +61,23 @@ struct Job {
   at::Tensor
       result; ///< 1-D, contiguous; `leaf` itself, or apart and of any dtype
   Transport& transport;
-  Transport* shards; ///< the ranks that hold the other shards, or null
+  /// The ranks that hold the other shards of the same layers, or null.
+  Transport* shards;
   Scratch& scratch;
   uint64_t call;    ///< names the call; the tags of its messages derive from it
   std::string what; ///< operation and bucket, for errors
   Outcome* outcome; ///< or null
+  int local_world_size = 0; ///< ranks per machine, 0: unknown
 };
+
+/// Ranks per run of two_level: the nodes' if they are combined by Adasum
+/// inside, else those of a machine, else the largest power of two up to the
+/// root of `ranks`; 1 if there is none that divides.
+int ranks_per_run(const Rule& rule, int ranks, int local_world_size);
+
+/// Whether all nodes have equally many ranks and the mean inside, so that they
+/// are combined before the others.
+bool has_node_means(const Rule& rule, int ranks);
 
 /// Chooses for `Algorithm::automatic`, else checks; ValueError if impossible.
 ///

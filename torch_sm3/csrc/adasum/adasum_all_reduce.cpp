@@ -61,7 +61,7 @@ void reduce_over_group(
   rule.scale = scale;
   const std::vector<Request> requests = split_by_dtype(tensors, rule);
   for (const Request& request : requests) {
-    check_request(request, kOp);
+    check_request(request, group->getSize(), kOp);
   }
   Exchange exchange(
       std::make_unique<GroupTransport>(group, timeout_of(*group)));

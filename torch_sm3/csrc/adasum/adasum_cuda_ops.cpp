@@ -32,7 +32,10 @@ at::Tensor gram_of(const Layout& layout, const Rows& rows) {
   return add_tiles(layout, {0, layout.layers()}, partial);
 }
 
-at::Tensor stack_gram_cuda(const at::Tensor& stack, at::IntArrayRef sizes) {
+at::Tensor stack_gram_cuda(
+    const at::Tensor& stack,
+    at::IntArrayRef sizes,
+    std::optional<at::ScalarType> /*accumulate_dtype*/) {
   check_stack(stack, "adasum_gram");
   check_sizes(sizes, stack.size(1), "adasum_gram");
   const c10::cuda::CUDAGuard guard(stack.device());
@@ -42,7 +45,8 @@ at::Tensor stack_gram_cuda(const at::Tensor& stack, at::IntArrayRef sizes) {
 at::Tensor stack_combine_cuda(
     const at::Tensor& stack,
     const at::Tensor& coefficients,
-    at::IntArrayRef sizes) {
+    at::IntArrayRef sizes,
+    std::optional<at::ScalarType> /*dtype*/) {
   check_combine(stack, coefficients, sizes);
   const c10::cuda::CUDAGuard guard(stack.device());
   const Layout layout(sizes.vec());
@@ -62,7 +66,9 @@ at::Tensor pair_cuda(
     at::IntArrayRef sizes,
     double weight_a,
     double weight_b) {
-  check_pair(a, b, sizes, weight_a, weight_b);
+  check_pair(a, b, weight_a, weight_b);
+  check_same_shape(a, b);
+  check_sizes(sizes, a.numel(), "adasum_pair");
   const c10::cuda::CUDAGuard guard(a.device());
   const Layout layout(sizes.vec());
   const at::Tensor x = a.contiguous();

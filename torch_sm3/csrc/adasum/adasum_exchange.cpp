@@ -1,292 +1,195 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "adasum_exchange.h"
 
-#include "adasum_ops.h"
 #include "adasum_tags.h"
 
-#include <torch_sm3/library.h>
-
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <bit>
-#include <cstring>
+#include <numeric>
 #include <utility>
 
 namespace torch_sm3::distributed {
-namespace {
 
-// What must be equal on all ranks before data moves: 64 bytes.
-struct Header {
-  int64_t sequence, elements, layers, layout, dtype, mode, scale, algorithm;
-  bool operator==(const Header&) const = default;
-};
-static_assert(sizeof(Header) == 64);
+Exchange::Exchange(
+    std::unique_ptr<Transport> ranks,
+    std::unique_ptr<Transport> shards)
+    : ranks_(std::move(ranks)), shards_(std::move(shards)) {}
 
-uint64_t layout_hash(const std::vector<int64_t>& sizes) {
-  uint64_t hash = kHashStart;
-  for (const int64_t size : sizes) {
-    hash = mix(hash, static_cast<uint64_t>(size));
-  }
-  return hash;
-}
-
-// Swaps one plain struct with all ranks; by rank.
-template <class Value>
-std::vector<Value> swap_values(
-    Transport& transport,
-    const Value& mine,
-    int tag,
-    const std::string& what) {
-  const int64_t size = static_cast<int64_t>(sizeof(Value));
-  at::Tensor all =
-      at::empty({transport.size(), size}, at::TensorOptions().dtype(at::kByte));
-  std::vector<Transport::Message> receives, sends;
-  const at::Tensor own = all[transport.rank()];
-  std::memcpy(own.mutable_data_ptr(), &mine, sizeof(Value));
-  for (int peer = 0; peer < transport.size(); ++peer) {
-    if (peer != transport.rank()) {
-      receives.push_back({peer, all[peer]});
-      sends.push_back({peer, own});
-    }
-  }
-  const auto posted =
-      transport.post(std::move(receives), std::move(sends), tag, what);
-  transport.wait(*posted);
-  std::vector<Value> values(transport.size());
-  std::memcpy(values.data(), all.const_data_ptr(), all.nbytes());
-  return values;
-}
-
-std::string describe(const Header& header) {
-  constexpr const char* modes[] = {"tree", "psum", "mean", "sum"};
-  return c10::str(
-      header.elements,
-      " elements of ",
-      c10::toString(static_cast<c10::ScalarType>(header.dtype)),
-      " in ",
-      header.layers,
-      " layers (hash ",
-      static_cast<uint64_t>(header.layout) & 0xffffu,
-      ", mode '",
-      modes[header.mode & 3],
-      "', scale ",
-      std::bit_cast<double>(header.scale),
-      ", call ",
-      header.sequence,
-      ")");
-}
-
-void check_overlap(const Request& request, const char* op) {
-  std::vector<const at::Tensor*> order;
-  for (const at::Tensor& tensor : request.tensors) {
-    TORCH_CHECK_VALUE(
-        at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
-        op,
-        ": expected tensors without overlap, but got one whose elements share "
-        "memory (argument 'tensors')");
-    order.push_back(&tensor);
-  }
-  std::sort(order.begin(), order.end(), [](const auto* a, const auto* b) {
-    return a->const_data_ptr() < b->const_data_ptr();
-  });
-  for (size_t k = 1; k < order.size(); ++k) {
-    const auto status = at::get_overlap_status(*order[k - 1], *order[k]);
-    TORCH_CHECK_VALUE(
-        status != at::MemOverlapStatus::Full &&
-            status != at::MemOverlapStatus::Partial,
-        op,
-        ": expected tensors without overlap, but got two that share memory "
-        "(argument 'tensors')");
+void Exchange::introduce(int local_world_size, const std::string& what) {
+  if (size() > 1) {
+    fingerprint_ = compare_fingerprints(*ranks_, local_world_size, what);
   }
 }
 
-} // namespace
-
-void check_request(const Request& request, const char* op) {
-  TORCH_CHECK_VALUE(
-      !request.tensors.empty(),
-      op,
-      ": expected at least one tensor, but got none (argument 'tensors')");
-  const at::Tensor& first = request.tensors[0];
-  int64_t elements = 0;
-  for (const at::Tensor& tensor : request.tensors) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        tensor.layout() == at::kStrided,
-        op,
-        ": expected dense tensors, but got layout ",
-        tensor.layout(),
-        "; gradients of nn.Embedding are dense with sparse=False (argument "
-        "'tensors')");
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        tensor.device().is_cpu(),
-        op,
-        ": expected CPU tensors, but got one on ",
-        tensor.device(),
-        " (argument 'tensors')");
-    scalar_kind(tensor.scalar_type(), op, "tensors");
-    TORCH_CHECK_VALUE(
-        tensor.scalar_type() == first.scalar_type(),
-        op,
-        ": expected tensors of one dtype, but got ",
-        first.scalar_type(),
-        " and ",
-        tensor.scalar_type(),
-        " (argument 'tensors')");
-    elements += tensor.numel();
-  }
-  check_sizes(request.plan->layout.sizes(), elements, op);
-  check_scale(request.plan->rule.scale, op);
-  check_overlap(request, op);
+Algorithm Exchange::algorithm(
+    const Plan& plan,
+    c10::DeviceType device,
+    int64_t bytes,
+    const char* op) const {
+  const bool alike =
+      one_device_type_ && (device == c10::kCPU ? fingerprint_.alike_on_cpu
+                                               : fingerprint_.alike_elsewhere);
+  return choose_algorithm(
+      plan, size(), fingerprint_.local_world_size, alike, bytes, op);
 }
 
-Exchange::Exchange(std::unique_ptr<Transport> transport)
-    : transport_(std::move(transport)) {}
-
-void Exchange::check_fingerprint(const char* op) {
-  struct Fingerprint {
-    uint64_t build, capability;
-    bool operator==(const Fingerprint&) const = default;
-  };
-  uint64_t build = kHashStart;
-  for (const char* c = build_info(); *c != '\0'; ++c) {
-    build = mix(build, static_cast<unsigned char>(*c));
-  }
-  const Fingerprint mine{build, static_cast<uint64_t>(cpu_capability())};
-  const auto all = swap_values(
-      *transport_,
-      mine,
-      tag_of(mix(kHashStart, 1)),
-      c10::str(op, ": comparing the libraries of all ranks"));
-  for (int peer = 0; peer < transport_->size(); ++peer) {
-    TORCH_CHECK_VALUE(
-        all[peer] == all[0],
-        op,
-        ": expected the same build of torch_sm3 and the same CPU instruction "
-        "set on all ranks, but got ",
-        all[peer].build == all[0].build ? "another instruction set"
-                                        : "another build",
-        " on rank ",
-        peer,
-        " than on rank 0",
-        transport_->place());
-  }
-}
-
-void Exchange::run(const Request& request) {
+Outcome Exchange::run(const Request& request) {
   const at::NoGradGuard no_grad;
   ++sequence_;
-  const at::Tensor& first = request.tensors[0];
-  const bool in_place = request.tensors.size() == 1 && first.is_contiguous();
-  at::Tensor flat;
-  if (in_place) {
-    flat = first.detach().view({-1});
-  } else {
-    int64_t elements = 0;
-    for (const at::Tensor& tensor : request.tensors) {
-      elements += tensor.numel();
-    }
-    flat = at::empty({elements}, first.options());
-    int64_t start = 0;
-    for (const at::Tensor& tensor : request.tensors) {
-      flat.narrow(0, start, tensor.numel())
-          .view(tensor.sizes())
-          .copy_(tensor.detach());
-      start += tensor.numel();
-    }
+  const Flat flat(request.tensors, request.outputs);
+  if (size() > 1 && request.check != Check::off) {
+    agree(request, flat);
   }
-  const Plan& plan = *request.plan;
-  const Algorithm algorithm = choose_algorithm(
-      plan,
-      transport_->size(),
-      0,
-      true,
-      static_cast<int64_t>(flat.nbytes()),
-      request.what.c_str());
-  if (transport_->size() > 1 && request.check) {
-    check_header(request, algorithm, flat);
-  }
-  if (plan.rule.mode == Mode::mean || plan.rule.mode == Mode::sum) {
+  Outcome outcome;
+  const int64_t bytes = ranks_->bytes_sent();
+  const int64_t messages = ranks_->messages_sent();
+  if (size() == 1) {
+    pass_on(request, flat, outcome);
+  } else if (
+      request.mean || request.plan->rule.mode == Mode::mean ||
+      request.plan->rule.mode == Mode::sum) {
     reduce(request, flat);
   } else {
-    const uint64_t call =
-        mix(mix(mix(mix(kHashStart, 3), sequence_),
-                layout_hash(plan.layout.sizes())),
-            flat.element_size());
-    run_algorithm(
-        algorithm,
-        {plan,
-         flat,
-         flat,
-         *transport_,
-         nullptr,
-         scratch_,
-         call,
-         request.what,
-         nullptr});
+    combine(request, flat, outcome);
   }
-  if (!in_place) {
-    int64_t start = 0;
-    for (const at::Tensor& tensor : request.tensors) {
-      tensor.detach().copy_(
-          flat.narrow(0, start, tensor.numel()).view(tensor.sizes()));
-      start += tensor.numel();
-    }
+  outcome.bytes_sent = ranks_->bytes_sent() - bytes;
+  outcome.messages_sent = ranks_->messages_sent() - messages;
+  const int64_t damaged = damage_.exchange(-1);
+  if (damaged >= 0) {
+    flat.result().view(at::kByte).select(0, damaged).bitwise_xor_(1);
   }
+  if (size() > 1 && request.check == Check::hash) {
+    check_hashes(*ranks_, *request.plan, flat.result(), request.what);
+  }
+  flat.scatter();
   if (request.release) {
     scratch_.release();
   }
+  return outcome;
 }
 
-void Exchange::check_header(
+at::Tensor Exchange::swap(const at::Tensor& tensor, const std::string& what) {
+  const at::NoGradGuard no_grad;
+  ++sequence_;
+  Header header{};
+  header.sequence = sequence_;
+  header.kind = 1;
+  header.elements = tensor.numel();
+  header.dtype = static_cast<int8_t>(tensor.scalar_type());
+  header.result_dtype = header.dtype;
+  const at::Tensor mine = tensor.contiguous();
+  std::vector<int64_t> sizes = tensor.sizes().vec();
+  sizes.insert(sizes.begin(), size());
+  if (size() == 1) {
+    return mine.clone().view(sizes);
+  }
+  check_headers(*ranks_, nullptr, header, what);
+  const at::Tensor all = swap_bytes(
+      *ranks_,
+      mine.view({-1}).view(at::kByte),
+      tag_of(mix(mix(kHashStart, 4), sequence_)),
+      c10::str(what, ", values"));
+  return all.view(mine.scalar_type()).view(sizes);
+}
+
+void Exchange::interrupt() {
+  ranks_->interrupt();
+  if (shards_ != nullptr) {
+    shards_->interrupt();
+  }
+}
+
+void Exchange::agree(const Request& request, const Flat& flat) {
+  Header header = header_of(*request.plan);
+  header.sequence = sequence_;
+  header.elements = flat.leaf().numel();
+  header.sizes = mix(header.sizes, memory_order(request.tensors));
+  header.dtype = static_cast<int8_t>(request.tensors[0].scalar_type());
+  header.result_dtype = static_cast<int8_t>(flat.result().scalar_type());
+  header.mean = request.mean ? 1 : 0;
+  header.check = static_cast<uint8_t>(request.check);
+  header.device = static_cast<int8_t>(flat.leaf().device().type());
+  one_device_type_ =
+      check_headers(*ranks_, shards_.get(), header, request.what);
+}
+
+// One rank keeps its gradients, bit for bit; a scale is one rounding.
+void Exchange::pass_on(
     const Request& request,
-    Algorithm algorithm,
-    const at::Tensor& flat) {
+    const Flat& flat,
+    Outcome& outcome) const {
   const Plan& plan = *request.plan;
-  const Header mine{
-      sequence_,
-      flat.numel(),
-      plan.layout.layers(),
-      static_cast<int64_t>(layout_hash(plan.layout.sizes())),
-      static_cast<int64_t>(flat.scalar_type()),
-      static_cast<int64_t>(plan.rule.mode),
-      std::bit_cast<int64_t>(plan.rule.scale),
-      static_cast<int64_t>(algorithm)};
-  const auto all = swap_values(
-      *transport_,
-      mine,
-      tag_of(mix(kHashStart, 2)),
-      c10::str(request.what, ", header"));
-  for (int peer = 0; peer < transport_->size(); ++peer) {
-    TORCH_CHECK(
-        all[peer] == all[0],
-        request.what,
-        ": expected the same call on all ranks, but got ",
-        describe(all[0]),
-        " on rank 0 and ",
-        describe(all[peer]),
-        " on rank ",
-        peer,
-        transport_->place());
+  const Range tiles{0, static_cast<int64_t>(plan.layout.tiles().size())};
+  const Rows rows{{flat.leaf()}, {}};
+  if (request.metrics) {
+    outcome.gram = add_tiles(
+        plan.layout,
+        {0, plan.layout.layers()},
+        dots_of_tiles(plan.layout, tiles, rows, plan.accumulate));
+    Coefficients c = coefficients_of_layers(outcome.gram, plan.rule, {}, {});
+    outcome.coefficients = std::move(c.values);
+    outcome.report = std::move(c.report);
+  }
+  if (plan.rule.scale != 1.0) {
+    const at::Tensor scale = at::full(
+        {plan.layout.layers(), 1},
+        plan.rule.scale,
+        flat.leaf().options().dtype(at::kDouble));
+    combine_tiles(plan.layout, tiles, rows, scale, flat.result());
+  } else if (!flat.result().is_same(flat.leaf())) {
+    at::Tensor(flat.result()).copy_(flat.leaf());
   }
 }
 
-void Exchange::reduce(const Request& request, at::Tensor flat) {
+void Exchange::combine(
+    const Request& request,
+    const Flat& flat,
+    Outcome& outcome) {
+  const Algorithm chosen = algorithm(
+      *request.plan,
+      flat.leaf().device().type(),
+      static_cast<int64_t>(flat.leaf().nbytes()),
+      request.what.c_str());
+  const uint64_t call = mix(
+      mix(mix(mix(kHashStart, 3), sequence_), header_of(*request.plan).sizes),
+      flat.leaf().element_size());
+  run_algorithm(
+      chosen,
+      {*request.plan,
+       flat.leaf(),
+       flat.result(),
+       *ranks_,
+       shards_.get(),
+       scratch_,
+       call,
+       request.what,
+       request.metrics ? &outcome : nullptr});
+}
+
+void Exchange::reduce(const Request& request, const Flat& flat) {
   const Rule& rule = request.plan->rule;
-  const double divisor = rule.mode == Mode::mean ? transport_->size() : 1.0;
-  const double factor = rule.scale / divisor;
+  const std::vector<double>& weights = rule.weights;
+  double factor = rule.scale;
+  if (request.mean || rule.mode == Mode::mean) {
+    factor *= weights.empty()
+                  ? 1.0 / size()
+                  : weights[rank()] /
+                        std::accumulate(weights.begin(), weights.end(), 0.0);
+  }
+  at::Tensor result = flat.result();
+  if (!result.is_same(flat.leaf())) {
+    result.copy_(flat.leaf());
+  }
   // A sum of 16-bit numbers may leave their range before it is divided.
-  const bool first = flat.element_size() == 2;
+  const bool first = result.element_size() == 2 || !weights.empty();
   if (first && factor != 1.0) {
-    flat.mul_(factor);
+    result.mul_(factor);
   }
-  if (transport_->size() > 1) {
-    transport_->sum(flat, request.what);
-  }
+  ranks_->sum(result, request.what);
   if (!first && factor != 1.0) {
-    flat.mul_(factor);
+    result.mul_(factor);
   }
 }
 

@@ -4,63 +4,79 @@
 /// \file
 /// Requests to combine buckets, worked through one at a time.
 
+#include "adasum_agreement.h"
 #include "adasum_algorithms.h"
-#include "adasum_plan.h"
+#include "adasum_flat.h"
+#include "adasum_request.h"
 #include "adasum_transport.h"
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <vector>
 
 namespace torch_sm3::distributed {
-
-/// One bucket, or the tensors of one call.
-struct Request {
-  /// Tensors of one dtype on one device; replaced by the result.
-  std::vector<at::Tensor> tensors;
-  std::shared_ptr<const Plan> plan;
-  /// Compare a header with all ranks before data moves.
-  bool check = true;
-  /// Free the scratch memory afterwards.
-  bool release = false;
-  /// Name of the operation and its part, for errors.
-  std::string what;
-};
-
-/// Throws on what can be refused without asking other ranks.
-void check_request(const Request& request, const char* op);
 
 /// Runs requests over one transport, one at a time, in the same order on all
 /// ranks.
 class Exchange {
  public:
-  /// \param transport used by this object only, or by a caller that keeps order
-  explicit Exchange(std::unique_ptr<Transport> transport);
+  /// \param ranks  used by this object only, or by a caller that keeps order
+  /// \param shards the ranks that hold the other shards, or null
+  Exchange(
+      std::unique_ptr<Transport> ranks,
+      std::unique_ptr<Transport> shards = nullptr);
 
-  /// Compares library build and instruction set with all ranks: only equal code
-  /// gives equal bits. ValueError on all ranks if any differs.
-  void check_fingerprint(const char* op);
+  /// Compares library builds and instruction sets with all ranks; collective.
+  void introduce(int local_world_size, const std::string& what);
 
-  /// Replaces the tensors of the request; blocks.
-  void run(const Request& request);
+  /// What a bucket of a plan will be combined by; ValueError if it cannot.
+  ///
+  /// \param device type of the tensors
+  /// \param bytes  of the bucket
+  Algorithm algorithm(
+      const Plan& plan,
+      c10::DeviceType device,
+      int64_t bytes,
+      const char* op) const;
 
-  Transport& transport() {
-    return *transport_;
+  /// Combines the tensors of the request; blocks on the CPU.
+  Outcome run(const Request& request);
+
+  /// Every rank's copy of a small CPU tensor, [p, ...].
+  at::Tensor swap(const at::Tensor& tensor, const std::string& what);
+
+  /// Flips a bit of the next result before it is hashed; for tests.
+  void damage(int64_t byte) {
+    damage_ = byte;
+  }
+
+  /// Lets the current wait and all later ones fail; from any thread.
+  void interrupt();
+
+  int rank() const {
+    return ranks_->rank();
+  }
+  int size() const {
+    return ranks_->size();
   }
 
  private:
-  void check_header(
-      const Request& request,
-      Algorithm algorithm,
-      const at::Tensor& flat);
-  void reduce(const Request& request, at::Tensor flat);
+  void agree(const Request& request, const Flat& flat);
+  void
+  pass_on(const Request& request, const Flat& flat, Outcome& outcome) const;
+  void combine(const Request& request, const Flat& flat, Outcome& outcome);
+  void reduce(const Request& request, const Flat& flat);
 
-  const std::unique_ptr<Transport> transport_;
+  const std::unique_ptr<Transport> ranks_;
+  const std::unique_ptr<Transport> shards_;
+  Fingerprint fingerprint_;
+  bool one_device_type_ = true;
   Scratch scratch_;
   int64_t sequence_ = 0;
+  std::atomic<int64_t> damage_{-1};
 };
 
 } // namespace torch_sm3::distributed

@@ -33,6 +33,14 @@ struct Plan {
   int threads = 0;
   /// Names of the layers for messages; may be empty.
   std::vector<std::string> names;
+
+  /// "'body.weight'", or "3" where there are no names.
+  std::string name_of(int64_t layer) const;
+  /// " of 'body.weight', 'body.bias' and 4 more": the layers in error messages.
+  std::string layers_in_words() const;
 };
+
+/// Refuses values that no call could use; ValueError or TypeError.
+void check_plan(const Plan& plan, const char* op);
 
 } // namespace torch_sm3::distributed

@@ -71,6 +71,11 @@ class Transport {
   /// stream will have it), so that the host may look at it.
   virtual bool host_waits() const = 0;
 
+  /// Where tensors live whose contents the host reads or makes.
+  virtual c10::Device control_device() const {
+    return c10::kCPU;
+  }
+
   int64_t bytes_sent() const {
     return bytes_sent_;
   }

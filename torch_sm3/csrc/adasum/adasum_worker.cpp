@@ -1,192 +1,145 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "adasum_worker.h"
 
-/// \file
-/// torch.classes.torch_sm3.AdasumExchange: the thread behind a Python state.
-///
-/// One thread per object is the only one that touches its process group, and it
-/// works through the queue in order. It never needs Python's lock: the value of
-/// a future, a Python object, is handed over ready-made and only passed on.
+#include <c10/util/Exception.h>
 
-#include "adasum_exchange.h"
-#include "adasum_group_transport.h"
-#include "adasum_ops.h"
-
-#include <ATen/core/ivalue.h>
-#include <torch/custom_class.h>
-
-#include <condition_variable>
-#include <deque>
-#include <exception>
-#include <thread>
+#include <chrono>
+#include <future>
 #include <utility>
-
-namespace {
-using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
-} // namespace
-
-// torch can pass a Future to a method of a class but has no name for its type
-// in the inference of signatures.
-template <bool fake>
-struct c10::detail::getMaybeFakeTypePtr_<FuturePtr, fake> final {
-  static decltype(auto) call() {
-    static const auto type = c10::FutureType::create(c10::AnyType::get());
-    return type;
-  }
-};
 
 namespace torch_sm3::distributed {
 namespace {
 
-class Worker : public torch::CustomClassHolder {
- public:
-  Worker(
-      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-      double timeout_seconds)
-      : exchange_(
-            std::make_unique<GroupTransport>(
-                group,
-                std::chrono::milliseconds(
-                    static_cast<int64_t>(timeout_seconds * 1000.0)))) {
-    if (exchange_.transport().size() > 1) {
-      exchange_.check_fingerprint("AdasumState");
-    }
-    thread_ = std::thread([this] { work(); });
-  }
-
-  ~Worker() override {
-    close();
-  }
-
-  /// Refuses tensors that `submit` would refuse, each a layer of its own.
-  void check(std::vector<at::Tensor> tensors, const std::string& what) {
-    std::vector<int64_t> sizes;
-    for (const at::Tensor& tensor : tensors) {
-      sizes.push_back(tensor.numel());
-    }
-    Request request;
-    request.plan = std::make_shared<const Plan>(Layout(std::move(sizes)));
-    request.tensors = std::move(tensors);
-    check_request(request, what.c_str());
-  }
-
-  /// Queues a request. `value` is a finished future with the Python object that
-  /// `result` will hold.
-  void submit(
-      const std::vector<at::Tensor>& tensors,
-      std::vector<int64_t> sizes,
-      const std::string& mode,
-      double scale,
-      bool check,
-      bool release,
-      std::string what,
-      FuturePtr value,
-      FuturePtr result) {
-    Job job;
-    Plan plan(Layout(std::move(sizes)));
-    plan.rule.mode = parse_mode(mode, "AdasumState");
-    plan.rule.scale = scale;
-    job.request.plan = std::make_shared<const Plan>(std::move(plan));
-    for (const at::Tensor& tensor : tensors) {
-      // An alias without a Python object: to let go of one takes Python's lock.
-      job.request.tensors.push_back(tensor.detach());
-    }
-    job.request.check = check;
-    job.request.release = release;
-    check_request(job.request, what.c_str());
-    job.request.what = std::move(what);
-    job.value = std::move(value);
-    job.result = std::move(result);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(
-        !closing_,
-        job.request.what,
-        ": expected an open state, but got one after close()");
-    queue_.push_back(std::move(job));
-    wake_.notify_all();
-  }
-
-  /// Waits until everything queued has ended, well or badly.
-  void drain() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    wake_.wait(lock, [this] { return queue_.empty() && !busy_; });
-  }
-
-  /// Stops the current wait, fails what is queued and ends the thread.
-  void close() {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      closing_ = true;
-      wake_.notify_all();
-    }
-    exchange_.transport().interrupt();
-    const std::lock_guard<std::mutex> joining(joining_);
-    if (thread_.joinable()) {
-      thread_.join();
-    }
-  }
-
- private:
-  struct Job {
-    Request request;
-    FuturePtr value, result;
-  };
-
-  void work() {
-    for (;;) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      wake_.wait(lock, [this] { return closing_ || !queue_.empty(); });
-      if (queue_.empty()) {
-        return;
-      }
-      Job job = std::move(queue_.front());
-      queue_.pop_front();
-      busy_ = true;
-      lock.unlock();
-      finish(std::move(job));
-      lock.lock();
-      busy_ = false;
-      wake_.notify_all();
-    }
-  }
-
-  void finish(Job job) {
-    // After one failure the ranks are out of step, so all later ones fail too.
-    if (failure_ == nullptr) {
-      try {
-        exchange_.run(job.request);
-      } catch (...) {
-        failure_ = std::current_exception();
-      }
-    }
-    job.request.tensors.clear();
-    if (failure_ != nullptr) {
-      job.result->setError(failure_);
-      return;
-    }
-    c10::IValue value = job.value->value();
-    job.value.reset();
-    job.result->markCompleted(std::move(value));
-  }
-
-  Exchange exchange_;
-  std::mutex mutex_, joining_;
-  std::condition_variable wake_;
-  std::deque<Job> queue_;
-  bool closing_ = false;
-  bool busy_ = false;
-  std::exception_ptr failure_; // of the worker's thread only
-  std::thread thread_;
-};
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
+      .count();
+}
 
 } // namespace
 
-TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
-  m.class_<Worker>("AdasumExchange")
-      .def(torch::init<const c10::intrusive_ptr<c10d::ProcessGroup>&, double>())
-      .def("check", &Worker::check)
-      .def("submit", &Worker::submit)
-      .def("drain", &Worker::drain)
-      .def("close", &Worker::close);
+Worker::Worker(std::unique_ptr<Exchange> exchange)
+    : exchange_(std::move(exchange)) {
+  thread_ = std::thread([this] { work(); });
+}
+
+Worker::~Worker() {
+  close();
+}
+
+int64_t Worker::submit(Request request, Done done) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t ticket = tickets_++;
+  const auto queued = std::chrono::steady_clock::now();
+  std::string what = request.what;
+  auto run = [this, ticket, queued, request = std::move(request)]() mutable {
+    const double waited = seconds_since(queued);
+    Outcome outcome = exchange_->run(request);
+    // What the caller gets back must have no other owner.
+    request.tensors.clear();
+    request.outputs.clear();
+    if (request.metrics) {
+      outcome.seconds[static_cast<size_t>(Phase::wait)] = waited;
+      const std::lock_guard<std::mutex> lock(mutex_);
+      outcomes_.emplace(ticket, std::move(outcome));
+    }
+  };
+  push({std::move(what), std::move(run), std::move(done)});
+  return ticket;
+}
+
+at::Tensor Worker::swap(const at::Tensor& tensor, const std::string& what) {
+  std::promise<at::Tensor> promise;
+  std::future<at::Tensor> future = promise.get_future();
+  at::Tensor all;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    push(
+        {what,
+         [&] { all = exchange_->swap(tensor, what); },
+         [&](const std::exception_ptr& error) {
+           if (error != nullptr) {
+             promise.set_exception(error);
+           } else {
+             promise.set_value(all);
+           }
+         }});
+  }
+  return future.get();
+}
+
+Outcome Worker::outcome(int64_t ticket) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto node = outcomes_.extract(ticket);
+  TORCH_CHECK(
+      !node.empty(),
+      "AdasumExchange.outcome: expected the ticket of a request with metrics "
+      "that has ended and was not asked for before, but got ",
+      ticket,
+      " (argument 'ticket')");
+  return std::move(node.mapped());
+}
+
+void Worker::forget(int64_t ticket) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  outcomes_.erase(outcomes_.begin(), outcomes_.lower_bound(ticket));
+}
+
+void Worker::drain() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  wake_.wait(lock, [this] { return queue_.empty() && !busy_; });
+}
+
+void Worker::close() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closing_ = true;
+    wake_.notify_all();
+  }
+  exchange_->interrupt();
+  const std::lock_guard<std::mutex> joining(joining_);
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+}
+
+// Under the lock.
+void Worker::push(Job job) {
+  TORCH_CHECK(
+      !closing_,
+      job.what,
+      ": expected an open state, but got one after close()");
+  queue_.push_back(std::move(job));
+  wake_.notify_all();
+}
+
+void Worker::work() {
+  for (;;) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    wake_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+    if (queue_.empty()) {
+      return;
+    }
+    Job job = std::move(queue_.front());
+    queue_.pop_front();
+    busy_ = true;
+    lock.unlock();
+    finish(std::move(job));
+    lock.lock();
+    busy_ = false;
+    wake_.notify_all();
+  }
+}
+
+void Worker::finish(Job job) {
+  if (failure_ == nullptr) {
+    try {
+      job.run();
+    } catch (...) {
+      failure_ = std::current_exception();
+    }
+  }
+  job.run = nullptr; // lets go of the tensors before anyone is told
+  job.done(failure_);
 }
 
 } // namespace torch_sm3::distributed

@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "adasum_second_pass.h"
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+#include <vector>
+
+namespace torch_sm3::distributed {
+namespace {
+
+// Powers of two in this range are normal numbers, and so are their inverses.
+constexpr int64_t kLargestShift = 1022;
+constexpr int32_t kNoExponent = std::numeric_limits<int32_t>::min();
+
+at::Tensor
+layers_of_tiles(const Layout& layout, Range tiles, const at::Device& device) {
+  std::vector<int64_t> layers;
+  for (int64_t t = tiles.first; t < tiles.last; ++t) {
+    layers.push_back(layout.tiles()[t].layer);
+  }
+  return at::tensor(layers, at::TensorOptions().dtype(at::kLong)).to(device);
+}
+
+// The shortest run of layers that holds all that need a second pass.
+Range needed_layers(Range layers, const at::Tensor& need) {
+  const auto* flags = need.const_data_ptr<bool>();
+  const auto* end = flags + need.numel();
+  const auto* first = std::find(flags, end, true);
+  const auto* last = end;
+  while (last > first && !last[-1]) {
+    --last;
+  }
+  return {layers.first + (first - flags), layers.first + (last - flags)};
+}
+
+// Calls `compute` for the tiles of each piece that belong to the layers, shares
+// what it returns, and gives `use` the values of the whole piece.
+template <class Compute, class Use>
+void for_pieces(
+    const StageContext& context,
+    Step step,
+    int64_t turn,
+    Range tiles,
+    Range pieces,
+    const RowsOfPiece& rows_of,
+    const Compute& compute,
+    const Use& use) {
+  for (int64_t k = pieces.first; k < pieces.last; ++k) {
+    const auto piece = static_cast<size_t>(k);
+    const Range own = own_within(context, piece, tiles);
+    const Rows& rows = rows_of(piece);
+    const int64_t begin = context.owned(piece).first;
+    TileValues shared = share_tiles(
+        context,
+        {step, context.spec.level, k, turn},
+        tiles,
+        compute(rows, begin, own));
+    wait_for(context, shared);
+    use(shared);
+  }
+}
+
+// int32 [layers, p]: exponents of the largest elements of whole leaves.
+at::Tensor exponents_of_layers(
+    const StageContext& context,
+    Range layers,
+    Range pieces,
+    int64_t turn,
+    const RowsOfPiece& rows_of,
+    const at::TensorOptions& options) {
+  const Layout& layout = context.layout();
+  const auto p = static_cast<int64_t>(context.members.size());
+  at::Tensor largest = at::full({layers.size(), p}, kNoExponent, options);
+  for_pieces(
+      context,
+      Step::exponents,
+      turn,
+      tiles_of_layers(layout, layers),
+      pieces,
+      rows_of,
+      [&](const Rows& rows, int64_t begin, Range own) {
+        return exponents_of_tiles(
+            layout, own, rows_within(layout, rows, begin, own, {}));
+      },
+      [&](const TileValues& shared) {
+        const at::Tensor index =
+            layers_of_tiles(layout, shared.tiles, options.device())
+                .sub(layers.first)
+                .unsqueeze(1)
+                .expand({shared.tiles.size(), p});
+        largest.scatter_reduce_(0, index, shared.values, "amax");
+      });
+  reduce_layers(context, Reduction::max, turn, largest);
+  return at::where(largest.eq(kNoExponent), at::zeros_like(largest), largest)
+      .clamp(-kLargestShift, kLargestShift);
+}
+
+} // namespace
+
+at::Tensor
+scales_of_tiles(const Layout& layout, Range tiles, const at::Tensor& shifts) {
+  // 2^-shift by its bits: exact, whatever the math library does.
+  constexpr int64_t kBias = 1023;
+  constexpr int64_t kMantissaBits = 52;
+  return shifts.index_select(0, layers_of_tiles(layout, tiles, shifts.device()))
+      .to(at::kLong)
+      .neg()
+      .add(kBias)
+      .bitwise_left_shift(kMantissaBits)
+      .view(at::kDouble);
+}
+
+Rows rows_within(
+    const Layout& layout,
+    const Rows& rows,
+    int64_t begin,
+    Range tiles,
+    const at::Tensor& shifts) {
+  Rows result;
+  const Range elements = layout.elements_of(tiles);
+  const int64_t skipped = layout.elements_of({begin, tiles.first}).size();
+  for (const at::Tensor& row : rows.data) {
+    result.data.push_back(
+        row.narrow(0, elements.size() == 0 ? 0 : skipped, elements.size()));
+  }
+  if (rows.scales.defined()) {
+    result.scales = rows.scales.narrow(0, tiles.first - begin, tiles.size());
+  }
+  if (shifts.defined()) {
+    const at::Tensor scales = scales_of_tiles(layout, tiles, shifts);
+    result.scales =
+        result.scales.defined() ? result.scales.mul(scales) : scales;
+  }
+  return result;
+}
+
+bool second_pass(
+    const StageContext& context,
+    Range layers,
+    Range pieces,
+    int64_t turn,
+    const RowsOfPiece& rows_of,
+    const at::Tensor& gram,
+    const at::Tensor& shifts) {
+  const Layout& layout = context.layout();
+  const auto of = [&](const at::Tensor& all) {
+    return all.narrow(0, layers.first, layers.size());
+  };
+  at::Tensor need = need_second_pass(of(gram), context.job.plan.accumulate);
+  if (context.job.transport.host_waits()) {
+    const at::Tensor seen = need.to(at::kCPU).contiguous();
+    const Range needed = needed_layers(layers, seen);
+    if (needed.size() == 0) {
+      return false;
+    }
+    need = need.narrow(0, needed.first - layers.first, needed.size());
+    layers = needed;
+  }
+  const at::Tensor found = exponents_of_layers(
+      context, layers, pieces, turn, rows_of, shifts.options());
+  of(shifts).copy_(at::where(need.unsqueeze(1), found, at::zeros_like(found)));
+  const at::Tensor again = at::zeros_like(gram);
+  for_pieces(
+      context,
+      Step::dots,
+      turn,
+      tiles_of_layers(layout, layers),
+      pieces,
+      rows_of,
+      [&](const Rows& rows, int64_t begin, Range own) {
+        return dots_of_tiles(
+            layout,
+            own,
+            rows_within(layout, rows, begin, own, shifts),
+            Accumulate::kFloat64);
+      },
+      [&](const TileValues& shared) { add_to_layers(layout, shared, again); });
+  reduce_layers(context, Reduction::sum, turn, of(again));
+  of(gram).copy_(
+      at::where(need.unsqueeze(1).unsqueeze(2), of(again), of(gram)));
+  return true;
+}
+
+} // namespace torch_sm3::distributed
