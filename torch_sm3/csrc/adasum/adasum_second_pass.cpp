@@ -131,7 +131,8 @@ Rows rows_within(
         row.narrow(0, elements.size() == 0 ? 0 : skipped, elements.size()));
   }
   if (rows.scales.defined()) {
-    result.scales = rows.scales.narrow(0, tiles.first - begin, tiles.size());
+    result.scales = rows.scales.narrow(
+        0, tiles.size() == 0 ? 0 : tiles.first - begin, tiles.size());
   }
   if (shifts.defined()) {
     const at::Tensor scales = scales_of_tiles(layout, tiles, shifts);
