@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torch_sm3 import _ops
-from torch_sm3.distributed._group import own_group
+from torch_sm3.distributed._group import own_group, timeout_of
 
 
 class Binding:
@@ -21,22 +21,18 @@ class Binding:
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
         if timeout is None:
-            timeout = group._get_backend(torch.device("cpu")).options._timeout
-        own, subset = own_group(group, timeout)
+            timeout = timeout_of(group)
+        own = own_group(group, timeout)
         self.size = dist.get_world_size(group)
         self.iteration = 0
         self.exchange = _ops.adasum_exchange(own, timeout)
         # Also at garbage collection and at interpreter exit, where a thread that
         # completes a future would otherwise meet a dead interpreter.
-        self.close = weakref.finalize(self, self._close, self.exchange, own, subset)
+        self.close = weakref.finalize(self, self._close, self.exchange, own)
 
     @staticmethod
-    def _close(exchange: Any, group: dist.ProcessGroup, subset: bool) -> None:
+    def _close(exchange: Any, group: dist.ProcessGroup) -> None:
         exchange.close()
-        if subset:
-            # Up to torch 2.13 the next group of these ranks would get the same name,
-            # and find the addresses of this one; torch destroys it at its own end.
-            return
         # The user may have destroyed all groups before.
         with contextlib.suppress(ValueError, AssertionError):
             dist.destroy_process_group(group)

@@ -65,14 +65,14 @@ class Reducer:
         # At first use: it takes half a second to import.
         from torch_sm3 import distributed
 
-        self._group, subset = distributed.own_group(group)
+        self._group = distributed.own_group(group)
         groups = [self._group]
         if adasum:
             if device.type != "cpu":
                 # Adasum runs on the CPU, over Gloo.
-                groups.append(distributed.own_group(group, backend="gloo")[0])
+                groups.append(distributed.own_group(group, backend="gloo"))
             self._adasum = distributed.AdasumState(groups[-1])
-        self.close = weakref.finalize(self, _close, self._adasum, groups, subset)
+        self.close = weakref.finalize(self, _close, self._adasum, groups)
 
     def start(self, parameters: Sequence[nn.Parameter], grads: Grads) -> Pending:
         """Begin to combine the gradients of one layer; collective.
@@ -211,12 +211,9 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _close(state: Any, groups: Sequence[Any], subset: bool) -> None:
+def _close(state: Any, groups: Sequence[Any]) -> None:
     if state is not None:
         state.close()
-    if subset:
-        # Up to torch 2.13 the next group of these ranks would get the same name.
-        return
     # The user may have destroyed all groups before.
     with contextlib.suppress(ValueError, AssertionError):
         for group in groups:
