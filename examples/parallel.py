@@ -12,8 +12,9 @@ from gpt import GPT, Shape, loss_of
 from memory import LiveTensors
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer
 
-from torch_sm3 import AdasumState, adasum_hook
+from torch_sm3 import AdasumOptimizer, AdasumState, adasum_hook
 from torch_sm3.pipeline import PipelineRunner, Stage, StepResult, plan
 
 
@@ -23,14 +24,22 @@ class Parallel(Protocol):
     model: GPT
     #: Whether all ranks hold the same parameters.
     replicas: bool
+    #: Whether each rank's optimizer follows its own gradients, so that states differ.
+    local_states: bool
     #: ``(index, count)``: which share of the rows of a batch this rank is given.
     part: tuple[int, int]
+
+    def optimizer(self, own: Optimizer) -> Optimizer:
+        """Return what steps the model, given the optimizer of one rank; collective."""
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         """Leave gradients in ``.grad`` and return the mean loss of all rows."""
 
     def evaluate(self, tokens: Tensor, targets: Tensor) -> float:
         """Return the mean loss of all rows."""
+
+    def equalize(self) -> None:
+        """Make the optimizer's state equal on all replicas; collective."""
 
     def probe(self, tokens: Tensor, targets: Tensor) -> tuple[int, int]:
         """Count live bytes over one step; see :func:`counted`."""
@@ -59,22 +68,46 @@ def counted(
 
 
 class Replicas:
-    """DDP: every rank has the model and its own rows; gradients are combined."""
+    """Every rank has the model and its own rows.
+
+    Args:
+        shape: of the model.
+        combine: DDP combines gradients, by "adasum" or "mean", or the optimizer
+            combines updates, by Adasum: "delta".
+    """
 
     replicas = True
 
     def __init__(self, shape: Shape, combine: str) -> None:
         self.part = (dist.get_rank(), dist.get_world_size())
         self.model = GPT(shape)
-        self.wrapped = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        self.local_states = combine == "delta"
+        self.delta: AdasumOptimizer | None = None
         self.state: AdasumState | None = None
-        if combine == "adasum":
-            self.state = AdasumState()
-            self.wrapped.register_comm_hook(self.state, adasum_hook)
+        self.forward: torch.nn.Module = self.model
+        if combine != "delta":
+            ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+            self.forward = ddp
+            if combine == "adasum":
+                self.state = AdasumState()
+                ddp.register_comm_hook(self.state, adasum_hook)
+
+    def optimizer(self, own: Optimizer) -> Optimizer:
+        """Return the rank's own optimizer, or the one that combines its updates."""
+        if self.local_states:
+            self.delta = AdasumOptimizer(
+                own, named_parameters=self.model.named_parameters()
+            )
+        return self.delta or own
+
+    def equalize(self) -> None:
+        """Merge the states of delta mode."""
+        if self.delta is not None:
+            self.delta.consolidate_state()
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Leave the combined gradients in ``.grad`` and return the mean loss."""
-        loss = loss_of(self.wrapped(tokens), targets)
+        """Leave gradients in ``.grad``, combined by DDP; return the mean loss."""
+        loss = loss_of(self.forward(tokens), targets)
         loss.backward()
         return self._mean(loss)
 
@@ -99,15 +132,17 @@ class Replicas:
         return counted(self.model, (tokens, targets), step)
 
     def close(self) -> None:
-        """Stop the hook's worker."""
-        if self.state is not None:
-            self.state.close()
+        """Stop the worker that combines."""
+        for worker in (self.state, self.delta):
+            if worker is not None:
+                worker.close()
 
 
 class Stages:
     """Pipeline: every rank has a part of the blocks and sees all rows, under 1F1B."""
 
     replicas = False
+    local_states = True
     part = (0, 1)
 
     def __init__(self, shape: Shape, microbatches: int) -> None:
@@ -119,6 +154,13 @@ class Stages:
             loss_fn=loss_of,
             loss_reduction="mean",
         )
+
+    def optimizer(self, own: Optimizer) -> Optimizer:
+        """Return the stage's own optimizer."""
+        return own
+
+    def equalize(self) -> None:
+        """Do nothing: no two stages hold the same parameters."""
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         """Leave this stage's gradients in ``.grad`` and return the mean loss."""

@@ -52,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--optimizer", choices=("sm3", "adamw"), default="sm3")
     p.add_argument("--blocks", choices=BLOCKS, default="reversible")
     p.add_argument(
-        "--combine", choices=("adasum", "mean"), help="gradients of ddp (adasum)"
+        "--combine",
+        choices=("adasum", "delta", "mean"),
+        help="gradients of ddp, or for delta the updates by adasum (adasum)",
     )
     p.add_argument("--parallel", choices=("ddp", "pipeline"), default="ddp")
     p.add_argument("--microbatches", type=int, help="of a pipeline step (4)")

@@ -79,7 +79,8 @@ class Run:
             else Replicas(shape, args.combine)
         )
         self.model = self.parallel.model
-        self.optimizer = make_optimizer(args.optimizer, self.model, args.lr)
+        own = make_optimizer(args.optimizer, self.model, args.lr)
+        self.optimizer = self.parallel.optimizer(own)
         rows = args.batch * dist.get_world_size()
         part = self.parallel.part
         self.batches = Batches(train, args.context, rows, args.seed, part)
@@ -93,10 +94,6 @@ class Run:
 
     def save(self, trace: list[tuple[float, int]]) -> None:
         """Write the checkpoint; collective."""
-        weights = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
         own = {
             "rng": torch.get_rng_state(),
             "batches": self.batches.generator.get_state(),
@@ -108,10 +105,11 @@ class Run:
             "log": self.log,
             "held_out_log": self.held_out_log,
         }
-        if self.parallel.replicas:
-            checkpoints.save(self.path, own, weights, written)
-        else:
-            checkpoints.save(self.path, {**own, **weights}, {}, written)
+        shared: dict[str, Any] = {}
+        (shared if self.parallel.replicas else own)["model"] = self.model.state_dict()
+        to = own if self.parallel.local_states else shared
+        to["optimizer"] = self.optimizer.state_dict()
+        checkpoints.save(self.path, own, shared, written)
 
     def restore(self) -> None:
         """Continue from the checkpoint, to the bit."""
@@ -204,6 +202,7 @@ def train(args: argparse.Namespace, corpus: Corpus, console: Console) -> dict[st
 def conclude(run: Run, console: Console) -> dict[str, Any]:
     """Measure what is left, sample a text, and write the result; collective."""
     replicas = run.parallel.replicas
+    run.parallel.equalize()
     own_hash = checkpoints.fingerprint(run.model, run.optimizer)
     final_hash = checkpoints.common_fingerprint(own_hash, replicas)
     own: dict[str, Any] = {

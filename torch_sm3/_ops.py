@@ -178,42 +178,56 @@ def sm3_nonfinite_(grads: list[Tensor], found: Tensor) -> None:
 
 
 def adasum_pair(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
     sizes: Sequence[int],
     *,
     weight_a: float = 1.0,
     weight_b: float = 1.0,
-) -> torch.Tensor:
-    """Apply the pair rule to each layer of two flat gradients."""
+) -> Tensor:
+    """Apply the pair rule to each layer of two gradients of one shape."""
     return _ops.adasum_pair(a, b, sizes, weight_a=weight_a, weight_b=weight_b)
 
 
-def adasum_gram(stack: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Return the inner products of all rows, layer by layer: [L, p, p] float64."""
-    return _ops.adasum_gram(stack, sizes)
+def adasum_gram(
+    stack: Tensor, sizes: Sequence[int], *, accumulate_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the inner products of all rows, layer by layer: [L, p, p] float64.
+
+    Products of float64 rows are returned as they are, also where they overflow or
+    vanish; :func:`adasum_pair` and the exchange scale such rows.
+    """
+    return _ops.adasum_gram(stack, sizes, accumulate_dtype=accumulate_dtype)
 
 
 def adasum_coefficients(
-    gram: torch.Tensor,
+    gram: Tensor,
     mode: str = "tree",
     *,
-    weights: torch.Tensor | None = None,
+    weights: Tensor | None = None,
     nodes: Sequence[int] | None = None,
     inner: str = "mean",
     scale: float = 1.0,
-) -> torch.Tensor:
-    """Return the coefficients [L, p] of the sum of the rows."""
+) -> Tensor:
+    """Return the coefficients [L, p] of the sum of the rows.
+
+    ``weights`` [p] come to the host, where they are checked. ``nodes`` are the numbers
+    of consecutive ranks that are combined first, by their mean or by Adasum.
+    """
     return _ops.adasum_coefficients(
         gram, mode, weights=weights, nodes=nodes, inner=inner, scale=scale
     )
 
 
 def adasum_combine(
-    stack: torch.Tensor, coefficients: torch.Tensor, sizes: Sequence[int]
-) -> torch.Tensor:
+    stack: Tensor,
+    coefficients: Tensor,
+    sizes: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Return the rows added with their coefficients, rounded once: [N]."""
-    return _ops.adasum_combine(stack, coefficients, sizes)
+    return _ops.adasum_combine(stack, coefficients, sizes, dtype=dtype)
 
 
 def adasum_all_reduce_(

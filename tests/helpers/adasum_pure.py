@@ -46,9 +46,12 @@ def as_rows(stack: torch.Tensor) -> npt.NDArray[np.longdouble]:
 def bound_of(
     want: adasum_oracle.Result, stack: torch.Tensor, dtype: torch.dtype
 ) -> npt.NDArray[np.longdouble]:
-    """Return the element bound of the specification for one rounding to ``dtype``."""
+    """Return the error that an element may have after one rounding to ``dtype``."""
     kind = torch.finfo(dtype)
     smallest = np.longdouble(kind.smallest_normal) * kind.eps
+    if dtype == torch.float64:
+        # Each of the products that are added may be subnormal itself.
+        smallest = smallest * len(stack)
     return want.bound(as_rows(stack), kind.eps / 2, smallest, ETA)
 
 

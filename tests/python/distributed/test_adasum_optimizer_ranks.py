@@ -70,7 +70,10 @@ def rounded_sum(start, change):
     near = wide.to(start.dtype)
     around = [
         near,
-        *(torch.nextafter(near, torch.full_like(near, s)) for s in (9e9, -9e9)),
+        *(
+            torch.nextafter(near, torch.full_like(near, s))
+            for s in (torch.inf, -torch.inf)
+        ),
     ]
     errors = torch.stack([(x.double() - wide).abs() for x in around])
     return torch.stack(around).gather(0, errors.argmin(0, keepdim=True))[0]

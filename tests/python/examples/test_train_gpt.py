@@ -39,15 +39,7 @@ def environment() -> dict[str, str]:
 
 
 def train(corpus: Path, out: Path, *flags: object) -> str:
-    done = subprocess.run(
-        command(corpus, out, *flags),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env=environment(),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return finish(command(corpus, out, *flags))
 
 
 def result_of(out: Path, name: str = "main") -> dict[str, Any]:
@@ -131,11 +123,11 @@ def processes_of(out: Path) -> list[int]:
     return found
 
 
-def kill_after_first_checkpoint(corpus: Path, out: Path, *flags: object) -> int:
+def kill_after_first_checkpoint(start: list[str], out: Path, name: str = "main") -> int:
     """Start a run, kill its launcher with -9, and return the step it reached."""
-    checkpoint = out / "main" / "checkpoint.pt"
+    checkpoint = out / name / "checkpoint.pt"
     launcher = subprocess.Popen(
-        command(corpus, out, *flags),
+        start,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=environment(),
@@ -154,7 +146,7 @@ def kill_after_first_checkpoint(corpus: Path, out: Path, *flags: object) -> int:
 
 def test_killed_and_resumed_ends_on_the_same_bits(compared, corpus, tmp_path):
     flags = ("--steps", 120, "--save-every", 5, "--alone")
-    step = kill_after_first_checkpoint(corpus, tmp_path, *flags)
+    step = kill_after_first_checkpoint(command(corpus, tmp_path, *flags), tmp_path)
     assert 0 < step < 120
     assert not (tmp_path / "main" / "result.json").exists()
     printed = train(corpus, tmp_path, *flags, "--resume")
@@ -199,6 +191,7 @@ def test_pipeline(corpus, tmp_path):
         "--optimizer sm3 --blocks plain --combine adasum",
         "--optimizer adamw --blocks reversible --combine adasum",
         "--optimizer adamw --blocks checkpoint --combine adasum",
+        "--optimizer adamw --blocks reversible --combine delta",
         "--optimizer adamw --parallel pipeline --blocks plain",
         "--optimizer sm3 --parallel pipeline --blocks checkpoint",
     ],
@@ -214,24 +207,55 @@ def test_killed_pipeline_resumes_on_the_same_bits(corpus, tmp_path):
     flags += ("--alone",)
     train(corpus, tmp_path / "whole", *flags)
     killed = tmp_path / "killed"
-    assert 0 < kill_after_first_checkpoint(corpus, killed, *flags) < 120
+    start = command(corpus, killed, *flags)
+    assert 0 < kill_after_first_checkpoint(start, killed) < 120
     train(corpus, killed, *flags, "--resume")
     assert result_of(killed)["sha256"] == result_of(tmp_path / "whole")["sha256"]
 
 
-@pytest.mark.slow
-def test_directly_under_torchrun(corpus, tmp_path):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = command(corpus, tmp_path, "--steps", 10)
+def torchrun(ranks: int, corpus: Path, out: Path, *flags: object) -> list[str]:
+    runner = ["-m", "torch.distributed.run", "--standalone"]
+    script = command(corpus, out, *flags)
+    return [sys.executable, *runner, f"--nproc-per-node={ranks}", *script[1:]]
+
+
+def finish(start: list[str]) -> str:
     done = subprocess.run(
-        [sys.executable, *torchrun, *script[1:]],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env=environment(),
+        start, capture_output=True, text=True, timeout=TIMEOUT, env=environment()
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "worst rank" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "ranks, combine",
+    [
+        (2, "delta"),
+        pytest.param(3, "delta", marks=pytest.mark.slow),
+        pytest.param(2, "adasum", marks=pytest.mark.slow),
+        pytest.param(3, "adasum", marks=pytest.mark.slow),
+    ],
+)
+def test_adasum_end_to_end_on_any_number_of_ranks(corpus, tmp_path, ranks, combine):
+    flags = ("--combine", combine, "--steps", 100, "--save-every", 50)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    # It fails by itself where replicas end on different bits.
+    finish(torchrun(ranks, corpus, whole, *flags))
+    result = result_of(whole, "")
+    check(result, 100)
+    assert result["settings"]["ranks"] == ranks
+    start = torchrun(ranks, corpus, killed, *flags)
+    assert kill_after_first_checkpoint(start, killed, "") == 50
+    assert "resumed at step 50 of 100" in finish([*start, "--resume"])
+    resumed = result_of(killed, "")
+    assert resumed["sha256"] == result["sha256"]
+    assert [e["loss"] for e in resumed["log"]] == [e["loss"] for e in result["log"]]
+
+
+@pytest.mark.slow
+def test_directly_under_torchrun(corpus, tmp_path):
+    printed = finish(torchrun(2, corpus, tmp_path, "--steps", 10))
+    assert "worst rank" in printed
     assert json.loads((tmp_path / "result.json").read_text())["log"]
     assert (tmp_path / "report.png").exists()
 

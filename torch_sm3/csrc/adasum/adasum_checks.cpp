@@ -42,6 +42,47 @@ scalar_kind(c10::ScalarType dtype, const char* op, const char* argument) {
   return torch_sm3::scalar_kind(dtype);
 }
 
+void check_leaf_dtype(
+    c10::ScalarType dtype,
+    const char* op,
+    const char* argument) {
+  TORCH_CHECK_TYPE(
+      has_scalar_kind(c10::toRealValueType(dtype)) &&
+          dtype != c10::ScalarType::ComplexHalf,
+      message(
+          op,
+          "a tensor of float16, bfloat16, float32, float64, complex64 or "
+          "complex128",
+          c10::toString(dtype),
+          argument));
+}
+
+Accumulate
+parse_accumulate(std::optional<c10::ScalarType> dtype, const char* op) {
+  const c10::ScalarType type = dtype.value_or(c10::ScalarType::Double);
+  TORCH_CHECK_TYPE(
+      type == c10::ScalarType::Double || type == c10::ScalarType::Float,
+      message(
+          op, "float64 or float32", c10::toString(type), "accumulate_dtype"));
+  return type == c10::ScalarType::Float ? Accumulate::kFloat32
+                                        : Accumulate::kFloat64;
+}
+
+c10::ScalarType
+result_dtype(const at::Tensor& stack, std::optional<c10::ScalarType> dtype) {
+  constexpr const char* op = "adasum_combine";
+  const c10::ScalarType type = dtype.value_or(stack.scalar_type());
+  check_leaf_dtype(type, op, "dtype");
+  TORCH_CHECK_TYPE(
+      c10::isComplexType(type) == stack.is_complex(),
+      message(
+          op,
+          stack.is_complex() ? "a complex dtype" : "a real dtype",
+          c10::toString(type),
+          "dtype"));
+  return type;
+}
+
 Mode parse_mode(std::string_view mode, const char* op) {
   if (mode == "tree") {
     return Mode::tree;
@@ -102,13 +143,9 @@ void check_sizes(c10::IntArrayRef sizes, int64_t numel, const char* op) {
 void check_pair(
     const at::Tensor& a,
     const at::Tensor& b,
-    c10::IntArrayRef sizes,
     double weight_a,
     double weight_b) {
   constexpr const char* op = "adasum_pair";
-  TORCH_CHECK_VALUE(
-      a.sizes() == b.sizes(),
-      message(op, c10::str("shape ", a.sizes()), b.sizes(), "b"));
   TORCH_CHECK_VALUE(
       a.scalar_type() == b.scalar_type(),
       message(
@@ -125,8 +162,13 @@ void check_pair(
   TORCH_CHECK_VALUE(
       weight_b >= 0 && std::isfinite(weight_b),
       message(op, "a finite weight >= 0", weight_b, "weight_b"));
-  scalar_kind(a.scalar_type(), op, "a");
-  check_sizes(sizes, a.numel(), op);
+  check_leaf_dtype(a.scalar_type(), op, "a");
+}
+
+void check_same_shape(const at::Tensor& a, const at::Tensor& b) {
+  TORCH_CHECK_VALUE(
+      a.sizes() == b.sizes(),
+      message("adasum_pair", c10::str("shape ", a.sizes()), b.sizes(), "b"));
 }
 
 void check_stack(const at::Tensor& stack, const char* op) {
@@ -137,7 +179,7 @@ void check_stack(const at::Tensor& stack, const char* op) {
           "a tensor [p, N] with p >= 1",
           c10::str("shape ", stack.sym_sizes()),
           "stack"));
-  scalar_kind(stack.scalar_type(), op, "stack");
+  check_leaf_dtype(stack.scalar_type(), op, "stack");
 }
 
 void check_gram(const at::Tensor& gram) {

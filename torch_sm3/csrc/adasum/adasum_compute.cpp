@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "adasum_compute.h"
 
+#include "adasum_compute_cuda.h"
 #include "adasum_cpu.h"
 #include "adasum_scales.h"
 #include "scalar_kind.h"
@@ -12,6 +13,12 @@
 
 namespace torch_sm3::distributed {
 namespace {
+
+#ifdef TORCH_SM3_WITH_CUDA
+constexpr bool kWithCuda = true;
+#else
+constexpr bool kWithCuda = false;
+#endif
 
 std::vector<const void*> pointers_of(const Rows& rows) {
   std::vector<const void*> pointers;
@@ -69,16 +76,22 @@ at::Tensor dots_of_tiles(
     Range tiles,
     const Rows& rows,
     Accumulate accumulate) {
-  const std::vector<const void*> pointers = pointers_of(rows);
-  const Leaves leaves = leaves_of(rows, pointers);
+  const auto p = static_cast<int64_t>(rows.data.size());
+  const bool float32 = accumulate == Accumulate::kFloat32;
   at::Tensor partial = at::empty(
-      {tiles.size(), pair_count(leaves.p)},
-      rows.data[0].options().dtype(at::kDouble));
+      {tiles.size(), pair_count(p)}, rows.data[0].options().dtype(at::kDouble));
+  if constexpr (kWithCuda) {
+    if (partial.is_cuda()) {
+      on_cuda::dots_of_tiles(layout, tiles, rows, float32, {}, partial);
+      return partial;
+    }
+  }
+  const std::vector<const void*> pointers = pointers_of(rows);
   dots_cpu(
-      leaves,
+      leaves_of(rows, pointers),
       tiles_from_zero(layout, tiles),
       partial.mutable_data_ptr<double>(),
-      accumulate == Accumulate::kFloat32);
+      float32);
   return partial;
 }
 
@@ -88,6 +101,11 @@ void repeat_dots_of_tiles(
     const Rows& rows,
     const at::Tensor& flags,
     const at::Tensor& partial) {
+  if constexpr (kWithCuda) {
+    if (partial.is_cuda()) {
+      return on_cuda::dots_of_tiles(layout, tiles, rows, false, flags, partial);
+    }
+  }
   const std::vector<const void*> pointers = pointers_of(rows);
   dots_cpu(
       leaves_of(rows, pointers),
@@ -101,6 +119,12 @@ at::Tensor
 add_tiles(const Layout& layout, Range layers, const at::Tensor& partial) {
   const int64_t p = rows_of_packed(partial.size(1));
   at::Tensor gram = at::empty({layers.size(), p, p}, partial.options());
+  if constexpr (kWithCuda) {
+    if (partial.is_cuda()) {
+      on_cuda::add_tiles(layout, layers, partial, gram);
+      return gram;
+    }
+  }
   std::vector<int64_t> tiles_of_layer;
   for (int64_t layer = layers.first; layer < layers.last; ++layer) {
     tiles_of_layer.push_back(layout.tiles_of(layer).size());
@@ -119,6 +143,11 @@ void combine_tiles(
     const Rows& rows,
     const at::Tensor& coefficients,
     const at::Tensor& out) {
+  if constexpr (kWithCuda) {
+    if (out.is_cuda()) {
+      return on_cuda::combine_tiles(layout, tiles, rows, coefficients, out);
+    }
+  }
   const std::vector<const void*> pointers = pointers_of(rows);
   combine_cpu(
       leaves_of(rows, pointers),
@@ -133,6 +162,13 @@ void encode_tiles(
     Range tiles,
     const at::Tensor& source,
     const Coded& out) {
+  if constexpr (kWithCuda) {
+    if (source.is_cuda()) {
+      return out.scales.defined()
+ ? on_cuda::encode(layout, tiles, {{source}, {}}, {}, out)
+ : on_cuda::rescale(layout, tiles, source, {}, out.data);
+    }
+  }
   const std::vector<Tile> run = tiles_from_zero(layout, tiles);
   const void* in = source.const_data_ptr();
   void* data = out.data.mutable_data_ptr();
@@ -153,6 +189,11 @@ void combine_coded(
   if (!out.scales.defined()) {
     return combine_tiles(layout, tiles, rows, coefficients, out.data);
   }
+  if constexpr (kWithCuda) {
+    if (out.data.is_cuda()) {
+      return on_cuda::encode(layout, tiles, rows, coefficients, out);
+    }
+  }
   const std::vector<const void*> pointers = pointers_of(rows);
   combine_float16_cpu(
       leaves_of(rows, pointers),
@@ -167,6 +208,11 @@ void decode_tiles(
     Range tiles,
     const Coded& coded,
     const at::Tensor& out) {
+  if constexpr (kWithCuda) {
+    if (out.is_cuda()) {
+      return on_cuda::rescale(layout, tiles, coded.data, coded.scales, out);
+    }
+  }
   rescale_cpu(
       coded.data.const_data_ptr(),
       kind_of(coded.data),
@@ -179,12 +225,18 @@ void decode_tiles(
 at::Tensor need_second_pass(const at::Tensor& gram, Accumulate accumulate) {
   const int64_t layers = gram.size(0);
   const int64_t p = gram.size(1);
+  const bool float32 = accumulate == Accumulate::kFloat32;
   at::Tensor flags = at::empty({layers}, gram.options().dtype(at::kBool));
+  if constexpr (kWithCuda) {
+    if (gram.is_cuda()) {
+      on_cuda::need_second_pass(gram, float32, flags);
+      return flags;
+    }
+  }
   const double* value = gram.const_data_ptr<double>();
   bool* flag = flags.mutable_data_ptr<bool>();
   for (int64_t layer = 0; layer < layers; ++layer) {
-    flag[layer] = needs_second_pass(
-        value + layer * p * p, p, accumulate == Accumulate::kFloat32);
+    flag[layer] = needs_second_pass(value + layer * p * p, p, float32);
   }
   return flags;
 }
@@ -194,12 +246,18 @@ at::Tensor exponents_of_tiles(
     Range tiles,
     const Rows& rows,
     const at::Tensor& flags) {
+  const auto p = static_cast<int64_t>(rows.data.size());
+  at::Tensor exponents =
+      at::empty({tiles.size(), p}, rows.data[0].options().dtype(at::kInt));
+  if constexpr (kWithCuda) {
+    if (exponents.is_cuda()) {
+      on_cuda::exponents_of_tiles(layout, tiles, rows, flags, exponents);
+      return exponents;
+    }
+  }
   const std::vector<const void*> pointers = pointers_of(rows);
-  const Leaves leaves = leaves_of(rows, pointers);
-  at::Tensor exponents = at::empty(
-      {tiles.size(), leaves.p}, rows.data[0].options().dtype(at::kInt));
   exponents_cpu(
-      leaves,
+      leaves_of(rows, pointers),
       tiles_from_zero(layout, tiles),
       pointer_of(flags),
       exponents.mutable_data_ptr<int32_t>());
@@ -212,6 +270,12 @@ at::Tensor shifts_of_layers(
     const at::Tensor& exponents) {
   const int64_t p = exponents.size(1);
   at::Tensor shifts = at::empty({layers.size(), p}, exponents.options());
+  if constexpr (kWithCuda) {
+    if (shifts.is_cuda()) {
+      on_cuda::shifts_of_layers(layout, layers, exponents, shifts);
+      return shifts;
+    }
+  }
   const int32_t* exponent = exponents.const_data_ptr<int32_t>();
   int32_t* shift = shifts.mutable_data_ptr<int32_t>();
   for (int64_t layer = layers.first; layer < layers.last; ++layer, shift += p) {
@@ -232,6 +296,12 @@ at::Tensor scales_of_tiles(
   const int64_t p = shifts.size(1);
   at::Tensor scales =
       at::empty({tiles.size(), p}, shifts.options().dtype(at::kDouble));
+  if constexpr (kWithCuda) {
+    if (shifts.is_cuda()) {
+      on_cuda::scales_of_tiles(layout, tiles, rows, shifts, scales);
+      return scales;
+    }
+  }
   const double* before =
       rows.scales.defined() ? rows.scales.const_data_ptr<double>() : nullptr;
   const int32_t* shift = shifts.const_data_ptr<int32_t>();
@@ -248,6 +318,12 @@ at::Tensor scales_of_tiles(
 
 at::Tensor hash_of(const at::Tensor& flat) {
   at::Tensor hash = at::empty({1}, flat.options().dtype(at::kLong));
+  if constexpr (kWithCuda) {
+    if (flat.is_cuda()) {
+      on_cuda::hash_of(flat, hash);
+      return hash;
+    }
+  }
   *hash.mutable_data_ptr<int64_t>() = static_cast<int64_t>(
       hash_cpu(flat.const_data_ptr(), static_cast<int64_t>(flat.nbytes())));
   return hash;

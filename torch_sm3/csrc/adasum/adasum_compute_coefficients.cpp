@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "adasum_compute_coefficients.h"
 #include "adasum_compute.h"
+#include "adasum_cpu_tiles.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -11,9 +11,6 @@
 
 namespace torch_sm3::distributed {
 namespace {
-
-// Operations below which threads cost more than they save.
-constexpr int64_t kSerialWork = 16384;
 
 std::vector<int64_t> nodes_of(const Rule& rule, int64_t p) {
   if (!rule.nodes.empty() || rule.node_size == 0) {
@@ -49,16 +46,13 @@ const T* data_or_null(const at::Tensor& tensor) {
 } // namespace
 
 void coefficients_cpu(const LayerTable& table) {
-  const int64_t work = std::max<int64_t>(table.rule.p * table.rule.p * 8, 1);
-  at::parallel_for(
-      0,
-      table.layers,
-      std::max<int64_t>(kSerialWork / work, 1),
-      [&](int64_t first, int64_t last) {
-        for (int64_t layer = first; layer < last; ++layer) {
-          coefficients_of_layer(table, layer);
-        }
-      });
+  // One entry of a Gram matrix costs as much as some elements of a leaf.
+  const int64_t work = table.layers * table.rule.p * table.rule.p * 4;
+  in_parallel(table.layers, work, [&](int64_t first, int64_t last) {
+    for (int64_t layer = first; layer < last; ++layer) {
+      coefficients_of_layer(table, layer);
+    }
+  });
 }
 
 Coefficients coefficients_of_layers(

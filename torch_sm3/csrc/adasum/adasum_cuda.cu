@@ -2,103 +2,82 @@
 #include "adasum_cuda.h"
 
 #include "adasum_kernel.cuh"
+#include "adasum_launch.cuh"
 
 namespace torch_sm3::distributed::cuda {
 namespace {
 
-TileTable unpack(const Shape& shape) {
-  const int64_t* table = shape.table;
-  return {
-      table,
-      table + shape.tiles,
-      table + 2 * shape.tiles,
-      table + 3 * shape.tiles};
-}
+/// Rows on each side of the blocks of more than so many rows.
+constexpr int kMostRows = 8;
 
-unsigned blocks_for(int64_t count) {
-  return static_cast<unsigned>((count + kThreads - 1) / kThreads);
-}
+struct Dots {
+  const LeafTable& leaves;
+  const TileTable& tiles;
+  const bool* flags;
+  double* partial;
+  Stream stream;
 
-template <class T>
-void dots_of(
-    const void* stack,
-    const Shape& shape,
-    double* partial,
-    Stream stream) {
-  const dim3 grid(
-      static_cast<unsigned>(shape.tiles),
-      static_cast<unsigned>(pair_count(shape.p)));
-  dots<T><<<grid, kThreads, 0, stream>>>(
-      static_cast<const T*>(stack), shape.p, shape.n, unpack(shape), partial);
-}
+  template <class T, class A, int kEdge, bool kTriangle>
+  void launch(int64_t blocks) const {
+    const dim3 grid(
+        static_cast<unsigned>(tiles.tiles), static_cast<unsigned>(blocks));
+    dots<T, A, kEdge, kTriangle>
+        <<<grid, kDotsThreads, 0, stream>>>(leaves, tiles, flags, partial);
+  }
 
-template <class T>
-void combine_of(
-    const void* stack,
-    const Shape& shape,
-    const double* coefficients,
-    void* out,
-    Stream stream) {
-  combine<T><<<static_cast<unsigned>(shape.tiles), kThreads, 0, stream>>>(
-      static_cast<const T*>(stack),
-      shape.p,
-      shape.n,
-      coefficients,
-      unpack(shape),
-      static_cast<T*>(out));
-}
+  // As few rows in registers as there are: registers are occupancy.
+  template <class T, class A>
+  void launch_all() const {
+    if (leaves.p <= 2) {
+      launch<T, A, 2, true>(1);
+    } else if (leaves.p <= 4) {
+      launch<T, A, 4, true>(1);
+    } else {
+      const int64_t blocks = (leaves.p + kMostRows - 1) / kMostRows;
+      launch<T, A, kMostRows, true>(blocks);
+      if (blocks > 1) {
+        launch<T, A, kMostRows, false>(blocks * (blocks - 1) / 2);
+      }
+    }
+  }
+};
 
 } // namespace
 
-void launch_gram(
-    const void* stack,
+void launch_dots(
+    const LeafTable& leaves,
+    const TileTable& tiles,
     ScalarKind kind,
-    const Shape& shape,
+    bool float32,
+    const bool* flags,
     double* partial,
-    double* gram,
     Stream stream) {
-  if (shape.tiles > 0) {
-    switch (kind) {
-      case ScalarKind::kFloat32:
-        dots_of<float>(stack, shape, partial, stream);
-        break;
-      case ScalarKind::kFloat64:
-        dots_of<double>(stack, shape, partial, stream);
-        break;
-      case ScalarKind::kFloat16:
-        dots_of<Half>(stack, shape, partial, stream);
-        break;
-      case ScalarKind::kBFloat16:
-        dots_of<BFloat16>(stack, shape, partial, stream);
-        break;
-    }
-  }
-  const int64_t entries = shape.layers * shape.p * shape.p;
-  if (entries > 0) {
-    add_tiles<<<blocks_for(entries), kThreads, 0, stream>>>(
-        partial, shape.layers, shape.p, unpack(shape), gram);
-  }
-}
-
-void launch_combine(
-    const void* stack,
-    ScalarKind kind,
-    const Shape& shape,
-    const double* coefficients,
-    void* out,
-    Stream stream) {
-  if (shape.tiles == 0) {
+  if (tiles.tiles == 0) {
     return;
   }
-  switch (kind) {
-    case ScalarKind::kFloat32:
-      return combine_of<float>(stack, shape, coefficients, out, stream);
-    case ScalarKind::kFloat64:
-      return combine_of<double>(stack, shape, coefficients, out, stream);
-    case ScalarKind::kFloat16:
-      return combine_of<Half>(stack, shape, coefficients, out, stream);
-    case ScalarKind::kBFloat16:
-      return combine_of<BFloat16>(stack, shape, coefficients, out, stream);
+  const Dots all{leaves, tiles, flags, partial, stream};
+  with_type(kind, [&](auto like) {
+    using T = decltype(like);
+    if constexpr (sizeof(T) < sizeof(double)) {
+      if (float32) {
+        return all.launch_all<T, float>();
+      }
+    }
+    all.launch_all<T, double>();
+  });
+}
+
+void launch_add_tiles(
+    const double* partial,
+    int64_t layers,
+    int64_t p,
+    const TileTable& tiles,
+    double* gram,
+    Stream stream) {
+  const int64_t entries = layers * p * p;
+  if (entries > 0) {
+    add_tiles<<<blocks_for(entries, kDotsThreads), kDotsThreads, 0, stream>>>(
+        partial, layers, p, tiles, gram);
   }
 }
 

@@ -83,6 +83,24 @@ void Simulation::run_rank(int row) {
        local_world_size});
 }
 
+// A rank that fails takes those with it that wait for it: what they say comes
+// last.
+void rethrow_cause(const std::vector<std::exception_ptr>& failures) {
+  std::exception_ptr consequence;
+  for (const std::exception_ptr& failure : failures) {
+    if (failure != nullptr) {
+      try {
+        std::rethrow_exception(failure);
+      } catch (const c10::DistBackendError&) {
+        consequence = failure;
+      }
+    }
+  }
+  if (consequence != nullptr) {
+    std::rethrow_exception(consequence);
+  }
+}
+
 void Simulation::run() {
   // A shard's rows meet in one group, the rows of one rank in another one.
   transports.resize(shards * ranks);
@@ -117,11 +135,7 @@ void Simulation::run() {
   for (std::thread& thread : threads) {
     thread.join();
   }
-  for (const std::exception_ptr& failure : failures) {
-    if (failure != nullptr) {
-      std::rethrow_exception(failure);
-    }
-  }
+  rethrow_cause(failures);
 }
 
 using Answer = std::tuple<

@@ -4,6 +4,7 @@
 #include "adasum_return.h"
 #include "adasum_rows.h"
 #include "adasum_second_pass.h"
+#include "adasum_states.h"
 #include "adasum_sums.h"
 
 #include <ATen/ops/empty.h>
@@ -227,15 +228,21 @@ void StageRun::settle_layers(Range layers, size_t piece) {
   }
   const PhaseTimer timer(context_.job.outcome, Phase::coefficients);
   const Range here{layers.first - layers_.first, layers.last - layers_.first};
-  const Coefficients c = coefficients_of_layers(
-      of(result_->gram, layers),
-      context_.spec.rule,
-      of(context_.spec.means, layers),
-      shifts,
-      of(states_, here));
+  const at::Tensor gram = of(result_->gram, layers);
+  const at::Tensor means = of(context_.spec.means, layers);
+  const Rule& rule = context_.spec.rule;
+  at::Tensor states = of(states_, here);
+  if (states.defined()) {
+    states = resolved_states(states, gram, rule, means, shifts);
+  }
+  const Coefficients c =
+      coefficients_of_layers(gram, rule, means, shifts, states);
   of(result_->coefficients, layers).copy_(c.values);
   of(result_->report, layers).copy_(c.report);
-  of(result_->carried, layers).copy_(c.roots);
+  if (!context_.spec.last) {
+    of(result_->carried, layers)
+        .copy_(states_with_means(c.roots, gram, rule, means, shifts));
+  }
 }
 
 void StageRun::combine(size_t piece) {

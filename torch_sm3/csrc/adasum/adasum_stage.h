@@ -32,7 +32,9 @@ struct Flat {
 
   at::Tensor narrow(size_t piece, Range elements) const {
     const int64_t shift = left_out.empty() ? 0 : left_out[piece];
-    return data.narrow(0, elements.first - shift, elements.size());
+    // A run without tiles has no place.
+    const int64_t first = elements.size() == 0 ? 0 : elements.first - shift;
+    return data.narrow(0, first, elements.size());
   }
 };
 

@@ -42,11 +42,20 @@ TORCH_SM3_API at::Tensor adasum_pair(
 
 /// Computes the inner products of all leaves, layer by layer, in float64.
 ///
-/// \param stack the flat gradients of p ranks, [p, N]
-/// \param sizes number of elements of each of L layers; they sum to N
+/// Products of float64 leaves are returned as they are, also where they
+/// overflow or vanish; `adasum_pair` and the exchange scale such leaves.
+///
+/// \param stack            the flat gradients of p ranks, [p, N]; complex
+///                         numbers count as pairs of reals
+/// \param sizes            number of elements of each of L layers; they sum to
+///                         N
+/// \param accumulate_dtype of the sums inside blocks: float64, or float32 for
+///                         devices with slow float64
 /// \return [L, p, p]
-TORCH_SM3_API at::Tensor
-adasum_gram(const at::Tensor& stack, c10::SymIntArrayRef sizes);
+TORCH_SM3_API at::Tensor adasum_gram(
+    const at::Tensor& stack,
+    c10::SymIntArrayRef sizes,
+    std::optional<at::ScalarType> accumulate_dtype = std::nullopt);
 
 /// Computes the coefficients c of the result sum_i c_i g_i of each layer.
 ///
@@ -71,11 +80,13 @@ TORCH_SM3_API at::Tensor adasum_coefficients(
 /// \param stack        the flat gradients of p ranks, [p, N]
 /// \param coefficients [L, p]
 /// \param sizes        number of elements of each of L layers; they sum to N
+/// \param dtype        of the result; by default that of the leaves
 /// \return [N]
 TORCH_SM3_API at::Tensor adasum_combine(
     const at::Tensor& stack,
     const at::Tensor& coefficients,
-    c10::SymIntArrayRef sizes);
+    c10::SymIntArrayRef sizes,
+    std::optional<at::ScalarType> dtype = std::nullopt);
 
 /// Options of `adasum_all_reduce_`.
 struct AdasumOptions {
