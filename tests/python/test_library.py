@@ -14,8 +14,8 @@ from torch_sm3 import _build_info, _ops
 OPERATORS = {
     "_memory_meter_start": ["CompositeImplicitAutograd"],
     "_memory_meter_stop": ["CompositeImplicitAutograd"],
-    "adasum_all_reduce_": ["CPU", "Meta", "Autograd"],
-    "adasum_all_reduce_.process_group": ["CPU", "Meta", "Autograd"],
+    "adasum_all_reduce_": ["CPU", "CUDA", "Meta", "Autograd"],
+    "adasum_all_reduce_.process_group": ["CPU", "CUDA", "Meta", "Autograd"],
     "adasum_coefficients": ["CPU", "CUDA", "Meta", "Autograd"],
     "adasum_combine": ["CPU", "CUDA", "Meta", "Autograd"],
     "adasum_gram": ["CPU", "CUDA", "Meta", "Autograd"],
