@@ -110,6 +110,33 @@ def modes(rank, world):
     return seen
 
 
+def options_of_the_state(rank, world):
+    """Warm-up, layers that get the mean, metrics by name, and a look at all bits."""
+    named = dict(make_net().named_parameters())
+    params = list(named.values())
+    state = AdasumState(
+        warmup_steps=1,
+        exclude="body.0.bias",
+        named_parameters=named,
+        metrics=True,
+        check="full",
+    )
+    optimizer = AdasumOptimizer(
+        torch.optim.Adam(params, 0.01), state=state, bucket_bytes=SMALL
+    )
+    twin = Twin(params, torch.optim.Adam, {"lr": 0.01})
+    seen = follow(params, optimizer, twin, rank, range(2))
+    layers = state.metrics().layers if world > 1 else {}
+    answers = seen, sorted(layers), state.step
+    if rank == world - 1:
+        with torch.no_grad():
+            params[0][0, 0] += 1e-3
+    backward(params, rank, 2)
+    failure = caught(optimizer.step)
+    state.close()
+    return *answers, failure
+
+
 def dtypes(rank, world):
     """Parameters of every dtype, some of odd strides, in one optimizer."""
     generator = torch.Generator().manual_seed(3)
@@ -554,6 +581,7 @@ def everything(rank, world):
         for function in (
             rule,
             modes,
+            options_of_the_state,
             dtypes,
             windows,
             closures,

@@ -112,6 +112,27 @@ def test_mode_and_scale_of_the_state(ranks):
                 torch.testing.assert_close(y.double(), x + change, rtol=0, atol=2e-6)
 
 
+def test_options_of_the_state_apply_to_changes(ranks):
+    everyone = [rank["options_of_the_state"][0] for rank in ranks]
+    world = len(ranks)
+    for number, (starts, _, ends) in enumerate(everyone[0]):
+        for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            leaves = [steps[number][1][index] for steps in everyone]
+            assert all(torch.equal(steps[number][2][index], end) for steps in everyone)
+            if number == 0 or index == 1:
+                change = sum(leaf.double() for leaf in leaves) / world
+                expected = start.double() + change
+                torch.testing.assert_close(end.double(), expected, rtol=0, atol=1e-6)
+            elif world > 1:
+                assert torch.equal(end, start + combine(leaves))
+    names = [name for name, _ in adasum_delta_ranks.make_net().named_parameters()]
+    for rank in ranks:
+        _, layers, steps, (kind, message, _) = rank["options_of_the_state"]
+        assert steps == 2 and layers == (sorted(names) if world > 1 else [])
+        assert kind == ("RuntimeError" if world > 1 else "nothing"), message
+        assert world == 1 or "body.0.weight" in message
+
+
 def test_every_dtype_is_rounded_once(ranks):
     assert_rule(ranks, lambda rank: rank["dtypes"][0])
     assert all(rank["dtypes"][1] for rank in ranks)
