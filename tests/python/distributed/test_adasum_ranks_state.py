@@ -5,13 +5,6 @@ import pytest
 from helpers import adasum_ranks_state as ranks
 from helpers.adasum_expect import assert_adasum, assert_is_oracle, assert_same, combine
 
-# The ranks would no longer agree on the names of groups, in later tests either.
-GROUPS_ARE_MISCOUNTED = pytest.mark.xfail(
-    reason="members of a group of some ranks count one more group than the others",
-    run=False,
-)
-
-
 def sides(results):
     """Split what each rank returned, pairs of before and after, into two lists."""
     before, after = zip(*results, strict=True)
@@ -59,7 +52,6 @@ def test_a_closed_state_says_so_and_rebinds(pool):
         assert_adasum(after, before)
 
 
-@GROUPS_ARE_MISCOUNTED
 def test_adasum_row_8_groups_of_some_ranks_in_any_order(pool):
     results = pool.run(ranks.subgroups)
     leaves = [rank["leaf"] for rank in results]
@@ -81,7 +73,6 @@ def test_adasum_row_8_groups_of_some_ranks_in_any_order(pool):
         assert name == "RuntimeError" and "rebind(process_group)" in text
 
 
-@GROUPS_ARE_MISCOUNTED
 def test_rebind_to_fewer_and_to_more_ranks(pool):
     results = pool.run(ranks.smaller_and_larger)
     for k in range(3):
