@@ -8,9 +8,12 @@
 #include <adasum_kernel.h>
 #include <torch_sm3/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <random>
+#include <sstream>
+#include <string>
 #include <vector>
 
 namespace adasum_values {
@@ -195,6 +198,25 @@ inline bool
 same_bits(const std::vector<double>& a, const std::vector<double>& b) {
   return a.size() == b.size() &&
          std::memcmp(a.data(), b.data(), a.size() * sizeof(double)) == 0;
+}
+
+/// The first number that two buffers have different bits of, else nothing; a
+/// NaN may have any digits.
+inline std::string differing(
+    const std::vector<char>& got,
+    const std::vector<char>& want,
+    ScalarKind kind) {
+  for (int64_t e = 0; e * size_of(kind) < std::ssize(want); ++e) {
+    const double a = value_at(got.data(), e, kind);
+    const double b = value_at(want.data(), e, kind);
+    const bool same = a == b && std::signbit(a) == std::signbit(b);
+    if (!same && !(std::isnan(a) && std::isnan(b))) {
+      std::ostringstream text;
+      text << std::hexfloat << "[" << e << "]: " << a << " for " << b;
+      return text.str();
+    }
+  }
+  return "";
 }
 
 } // namespace adasum_values

@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cuda_on_host.h>
-
-#include <adasum_kernel.cuh>
-
 #include <torch_sm3/distributed.h>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/ones.h>
@@ -30,121 +27,6 @@ at::Tensor reduce(
   const auto layers = c10::fromIntArrayRefSlow(sizes);
   const at::Tensor gram = adasum_gram(stack, layers);
   return adasum_combine(stack, adasum_coefficients(gram, mode), layers);
-}
-
-// The layers' tiles as the CUDA kernels see them, by the definition.
-struct Table {
-  explicit Table(const std::vector<int64_t>& sizes) : first{0} {
-    int64_t begin = 0;
-    for (size_t l = 0; l < sizes.size(); ++l) {
-      for (int64_t e = 0; e < sizes[l]; e += kTile) {
-        start.push_back(begin + e);
-        size.push_back(std::min(kTile, sizes[l] - e));
-        layer.push_back(static_cast<int64_t>(l));
-      }
-      first.push_back(static_cast<int64_t>(start.size()));
-      begin += sizes[l];
-    }
-  }
-  cuda::TileTable view() const {
-    return {start.data(), size.data(), layer.data(), first.data()};
-  }
-  std::vector<int64_t> start, size, layer, first;
-};
-
-// A block of the shim is 256 host threads, so the sizes are the smallest that
-// reach a second tile, a second strip, an empty and a short layer.
-template <class T>
-void cuda_equals_cpu(at::ScalarType dtype, const std::vector<int64_t>& worlds) {
-  for (const int64_t p : worlds) {
-    const std::vector<int64_t> sizes = {3, 16400, 0, 2049};
-    const auto layers = static_cast<int64_t>(sizes.size());
-    const at::Tensor stack = random(p, 18452, dtype);
-    const Table table(sizes);
-    const auto tiles = static_cast<unsigned>(table.start.size());
-    const auto* data = static_cast<const T*>(stack.const_data_ptr());
-
-    at::Tensor partial =
-        at::zeros({static_cast<int64_t>(tiles), pair_count(p)}, at::kDouble);
-    at::Tensor gram = at::zeros({layers, p, p}, at::kDouble);
-    cuda_on_host::launch(
-        dim3(tiles, static_cast<unsigned>(pair_count(p))),
-        cuda::kThreads,
-        cuda::dots<T>,
-        data,
-        p,
-        stack.size(1),
-        table.view(),
-        partial.mutable_data_ptr<double>());
-    cuda_on_host::launch(
-        1,
-        static_cast<unsigned>(layers * p * p),
-        cuda::add_tiles,
-        partial.const_data_ptr<double>(),
-        layers,
-        p,
-        table.view(),
-        gram.mutable_data_ptr<double>());
-    const auto symbolic = c10::fromIntArrayRefSlow(sizes);
-    EXPECT_TRUE(at::equal(gram, adasum_gram(stack, symbolic)));
-
-    const at::Tensor c = adasum_coefficients(gram);
-    at::Tensor out = at::zeros({stack.size(1)}, dtype);
-    cuda_on_host::launch(
-        tiles,
-        cuda::kThreads,
-        cuda::combine<T>,
-        data,
-        p,
-        stack.size(1),
-        c.const_data_ptr<double>(),
-        table.view(),
-        static_cast<T*>(out.mutable_data_ptr()));
-    EXPECT_TRUE(at::equal(out, adasum_combine(stack, c, symbolic)));
-  }
-}
-
-TEST(AdasumCuda, HasTheBitsOfTheCpuKernels) {
-  cuda_equals_cpu<float>(at::kFloat, {1, 3});
-  cuda_equals_cpu<double>(at::kDouble, {2});
-  cuda_equals_cpu<Half>(at::kHalf, {2});
-  cuda_equals_cpu<BFloat16>(at::kBFloat16, {2});
-}
-
-// The order of additions written down once more, element by element.
-double dot_in_order(const double* a, const double* b, int64_t size) {
-  double total = 0.0;
-  for (int64_t tile = 0; tile < size; tile += 16384) {
-    const int64_t end_of_tile = std::min(size, tile + 16384);
-    double of_tile = 0.0;
-    for (int64_t strip = tile; strip < end_of_tile; strip += 2048) {
-      double lanes[32] = {};
-      for (int64_t e = strip; e < std::min(end_of_tile, strip + 2048); ++e) {
-        lanes[(e - strip) % 32] += a[e] * b[e];
-      }
-      for (int half = 16; half > 0; half /= 2) {
-        for (int lane = 0; lane < half; ++lane) {
-          lanes[lane] += lanes[lane + half];
-        }
-      }
-      of_tile += lanes[0];
-    }
-    total += of_tile;
-  }
-  return total;
-}
-
-TEST(Adasum, AddsInTheDocumentedOrder) {
-  for (const int64_t size : {1, 31, 33, 2047, 2049, 16385, 50001}) {
-    const at::Tensor stack = random(2, size, at::kDouble);
-    const at::Tensor gram = adasum_gram(stack, {c10::SymInt(size)});
-    const double* a = stack.const_data_ptr<double>();
-    const double* got = gram.const_data_ptr<double>();
-    EXPECT_EQ(got[0], dot_in_order(a, a, size));
-    EXPECT_EQ(got[1], dot_in_order(a, a + size, size));
-    EXPECT_EQ(got[2], got[1]);
-    EXPECT_EQ(got[3], dot_in_order(a + size, a + size, size));
-  }
 }
 
 TEST(Adasum, AveragesEqualLeavesAndAddsOrthogonalOnes) {
@@ -180,6 +62,77 @@ TEST(Adasum, LeavesOutZeroLeaves) {
   EXPECT_TRUE(
       at::equal(reduce(at::cat({zero, leaf, zero, zero}), {64}), leaf[0]));
   EXPECT_TRUE(at::equal(reduce(at::cat({zero, zero}), {64}), zero[0]));
+}
+
+TEST(Adasum, KeepsEveryBitOfOneRank) {
+  at::Tensor leaf = random(1, 5, at::kFloat);
+  leaf[0][0] = -0.0;
+  leaf[0][1] = std::numeric_limits<float>::quiet_NaN();
+  leaf[0][2] = 1e-42f;
+  const at::Tensor result = reduce(leaf, {5});
+  EXPECT_TRUE(at::equal(result.view(at::kInt), leaf[0].view(at::kInt)));
+}
+
+TEST(Adasum, CommutesWithPowersOfTwo) {
+  const at::Tensor stack = random(5, 300, at::kFloat);
+  const at::Tensor gram = adasum_gram(stack, {c10::SymInt(300)});
+  for (const int power : {-41, -2, 1, 30}) {
+    const double factor = std::ldexp(1.0, power);
+    EXPECT_TRUE(
+        at::equal(
+            reduce(stack * factor, {300}), reduce(stack, {300}) * factor));
+    EXPECT_TRUE(
+        at::equal(
+            adasum_coefficients(gram * factor), adasum_coefficients(gram)));
+  }
+}
+
+TEST(Adasum, CombinesTheEndsOfFloat64InPairs) {
+  const at::Tensor stack = random(2, 64, at::kDouble);
+  const at::Tensor plain = adasum_pair(stack[0], stack[1], {c10::SymInt(64)});
+  for (const double size : {0x1p-1000, 0x1p990}) {
+    const at::Tensor far = stack * size;
+    EXPECT_TRUE(
+        at::equal(
+            adasum_pair(far[0], far[1], {c10::SymInt(64)}), plain * size));
+  }
+}
+
+TEST(Adasum, RoundsOnceToAnyType) {
+  const at::Tensor stack = random(3, 500, at::kHalf);
+  const std::vector<c10::SymInt> sizes = {500};
+  const at::Tensor c = adasum_coefficients(adasum_gram(stack, sizes));
+  const at::Tensor exact = adasum_combine(stack, c, sizes, at::kDouble);
+  for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
+    const at::Tensor rounded = adasum_combine(stack, c, sizes, dtype);
+    EXPECT_TRUE(at::equal(rounded, exact.to(dtype)));
+  }
+}
+
+TEST(Adasum, TakesWeightsAndNodes) {
+  const at::Tensor stack = random(6, 200, at::kDouble);
+  const at::Tensor gram = adasum_gram(stack, {c10::SymInt(200)});
+  const at::Tensor flat = adasum_coefficients(gram);
+  const std::vector<int64_t> pairs = {2, 2, 2};
+  EXPECT_TRUE(
+      at::equal(adasum_coefficients(gram, "tree", {}, pairs, "adasum"), flat));
+  const at::Tensor means = adasum_coefficients(gram, "tree", {}, pairs, "mean");
+  EXPECT_FALSE(at::equal(means, flat));
+  EXPECT_TRUE(at::equal(means[0][0], means[0][1]));
+  // Twice the weight is the same rank twice: ((0, 0), 1).
+  const at::Tensor twice =
+      at::cat({stack.narrow(0, 0, 1), stack.narrow(0, 0, 2)}, 0);
+  const at::Tensor two = adasum_gram(stack.narrow(0, 0, 2), {c10::SymInt(200)});
+  const at::Tensor three = adasum_gram(twice, {c10::SymInt(200)});
+  at::Tensor weights = at::ones({2}, at::kDouble);
+  weights[0] = 2.0;
+  const at::Tensor got = adasum_coefficients(two, "tree", weights);
+  const at::Tensor want = adasum_coefficients(three);
+  EXPECT_NEAR(
+      got[0][0].item<double>(),
+      (want[0][0] + want[0][1]).item<double>(),
+      1e-14);
+  EXPECT_NEAR(got[0][1].item<double>(), want[0][2].item<double>(), 1e-14);
 }
 
 TEST(Adasum, RefusesAnUnknownMode) {

@@ -244,6 +244,85 @@ TEST(AdasumCombine, OverflowsElementByElement) {
   }
 }
 
+// Numbers on, beside and near the ties, ends and subnormals of every type.
+std::vector<double> awkward_numbers() {
+  std::vector<double> numbers = {0.0, -0.0, kInfinity, -kInfinity, kNan, -kNan};
+  for (int exponent = -1074; exponent < 1024; exponent += 3) {
+    for (const double digits :
+         {1.0,
+          1.5,
+          0x1.001p0,
+          0x1.002p0,
+          0x1.003p0,
+          0x1.006p0,
+          0x1.01p0,
+          0x1.03p0,
+          0x1.0010000001p0,
+          0x1.0030000000001p0,
+          0x1.000001p0,
+          0x1.ffdp0,
+          0x1.fffp0,
+          0x1.ffp0,
+          0x1.fffffffffffffp0}) {
+      numbers.push_back(std::ldexp(digits, exponent));
+      numbers.push_back(-numbers.back());
+    }
+  }
+  for (const ScalarKind kind : kKinds) {
+    numbers.push_back(largest_value(kind));
+    numbers.push_back(largest_value(kind) * (1 + 0x1p-13));
+    numbers.push_back(smallest_value(kind) / 2);
+    numbers.push_back(smallest_value(kind) * 1.5);
+  }
+  return numbers;
+}
+
+TEST(AdasumWire, RoundsAwkwardNumbersAlike) {
+  const std::vector<double> numbers = awkward_numbers();
+  const auto size = static_cast<int64_t>(numbers.size());
+  for (const ScalarKind from : kKinds) {
+    Stack stack(1, size, from);
+    for (int64_t e = 0; e < size; ++e) {
+      stack.set(0, e, numbers[e]);
+    }
+    for (const ScalarKind to : kKinds) {
+      for (const double factor : {1.0, 0x1p-9, 0x1p20}) {
+        std::vector<char> want(size * size_of(to));
+        for (int64_t e = 0; e < size; ++e) {
+          set_value(want.data(), e, to, factor * stack.at(0, e));
+        }
+        for (const AdasumKernels* kernels : all_kernels()) {
+          std::vector<char> got(want.size());
+          kernels->rescale(stack.row(0), from, size, factor, got.data(), to);
+          EXPECT_EQ(differing(got, want, to), "");
+        }
+      }
+    }
+  }
+}
+
+TEST(AdasumWire, FindsTheLargestFiniteNumber) {
+  for (const ScalarKind kind : kKinds) {
+    for (const int64_t size : kSizes) {
+      Stack stack = Stack::random(1, size, kind);
+      stack.set(0, size / 2, -1000.0);
+      for (const AdasumKernels* kernels : all_kernels()) {
+        const Largest plain = kernels->largest(stack.row(0), kind, size);
+        EXPECT_EQ(plain.finite, 1000.0);
+        EXPECT_TRUE(plain.all_finite);
+      }
+      for (const double value : {kInfinity, -kInfinity, kNan}) {
+        stack.set(0, 0, value);
+        for (const AdasumKernels* kernels : all_kernels()) {
+          const Largest other = kernels->largest(stack.row(0), kind, size);
+          EXPECT_EQ(other.finite, size > 1 ? 1000.0 : 0.0);
+          EXPECT_FALSE(other.all_finite);
+        }
+      }
+    }
+  }
+}
+
 TEST(AdasumScales, ExponentsAreThoseOfFrexp) {
   for (const double x :
        {1.0, 0.75, 2.0, 3e300, 5e-324, 0x1p-1022, 0x1.8p-1030, -7.0}) {

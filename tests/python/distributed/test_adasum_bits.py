@@ -23,12 +23,29 @@ def leaves(dtype: torch.dtype) -> torch.Tensor:
     return (common + own).to(dtype)
 
 
+def exchanged(stack: torch.Tensor, **options: object) -> torch.Tensor:
+    """Return what ranks that are threads of this process get."""
+    out = torch.ops.torch_sm3._adasum_loopback(stack, SIZES, "tree", "gram", **options)
+    assert torch.equal(out, out[:1].expand_as(out))
+    return out[0]
+
+
 def results(dtype: torch.dtype) -> list[torch.Tensor]:
     stack = leaves(dtype)
     gram = _ops.adasum_gram(stack, SIZES)
     c = _ops.adasum_coefficients(gram)
     pair = _ops.adasum_pair(stack[0], stack[1], SIZES)
-    return [gram, c, _ops.adasum_combine(stack, c, SIZES), pair]
+    found = [gram, c, pair]
+    found.append(_ops.adasum_gram(stack, SIZES, accumulate_dtype=torch.float32))
+    found += [_ops.adasum_combine(stack, c, SIZES, dtype=to) for to in DTYPES]
+    found.append(exchanged(stack, accumulate="float32"))
+    if stack.element_size() > 2:
+        # float16 has a scale per tile and rank, which dots and sums multiply by.
+        found += [exchanged(stack, wire=wire) for wire in ("float16", "bfloat16")]
+    if dtype == torch.float64:
+        far = torch.tensor([1e200, 1.0, 1e-200], dtype=dtype)[:, None]
+        found.append(exchanged(stack * far))
+    return found
 
 
 def digest() -> str:
@@ -55,6 +72,7 @@ def test_thread_count_changes_no_bit(threads, dtype):
         threads(count)
         for one, other in zip(results(dtype), want, strict=True):
             assert torch.equal(one, other)
+            assert torch.isfinite(one).all()
 
 
 def test_instruction_set_changes_no_bit():
@@ -88,8 +106,9 @@ def test_place_in_the_bucket_changes_no_bit(dtype):
         gram = _ops.adasum_gram(part, [size])
         assert torch.equal(gram[0], want[0][layer])
         c = _ops.adasum_coefficients(gram)
-        result = _ops.adasum_combine(part, c, [size])
-        assert torch.equal(result, want[2][start : start + size])
+        for to, whole in zip(DTYPES, want[4:8], strict=True):
+            result = _ops.adasum_combine(part, c, [size], dtype=to)
+            assert torch.equal(result, whole[start : start + size])
         start += size
 
 

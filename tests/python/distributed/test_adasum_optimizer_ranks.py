@@ -23,10 +23,8 @@ def real(tensor):
 
 def combine(leaves, **options):
     """Combine float32 or float64 changes, by the pure ops."""
-    stack = torch.stack(
-        [torch.view_as_real(x) if x.is_complex() else x for x in leaves]
-    )
-    rows = stack.flatten(1)
+    stack = torch.stack([real(leaf) for leaf in leaves])
+    rows = stack.reshape(len(leaves), stack[0].numel())
     size = [rows.shape[1]]
     c = _ops.adasum_coefficients(_ops.adasum_gram(rows, size), **options)
     total = _ops.adasum_combine(rows, c, size).view(stack.shape[1:])

@@ -29,7 +29,7 @@ inline constexpr int64_t kStrip = 4096;
 inline constexpr int64_t kLanes = 32;
 /// Elements of each row that are worked on at a time; those of a few rows fit
 /// the first-level cache.
-inline constexpr int64_t kChunk = 512;
+inline constexpr int64_t kChunk = 1024;
 
 /// Number of pairs i <= j of p rows: the length of a packed Gram matrix.
 constexpr int64_t pair_count(int64_t p) {

@@ -5,39 +5,9 @@
 /// Weighted sums of the rows of one tile, and the wire's format. Included by
 /// adasum_kernel_impl.h only.
 
-#include "adasum_kernel_vector.h"
+#include "adasum_kernel_round.h"
 
 namespace torch_sm3::distributed::TORCH_SM3_ISA {
-
-/// Registers of float64 that a step of the sum holds, and its elements.
-inline constexpr int kSums = 4;
-inline constexpr int64_t kStep = kSums * kWidth<double>;
-
-/// Rounds the sums of a step to where they belong.
-template <class O, bool kStreams>
-TORCH_SM3_ALWAYS void round_step(const Register<double>* sums, O* out) {
-  constexpr int kEach = kWidth<double>;
-  if constexpr (sizeof(O) == 2) {
-    double wide[kStep];
-    for (int k = 0; k < kSums; ++k) {
-      write(wide + k * kEach, sums[k]);
-    }
-    for (int64_t e = 0; e < kStep; ++e) {
-      round_to(wide[e], out + e);
-    }
-  } else {
-#pragma GCC unroll 8
-    for (int k = 0; k < kSums; ++k) {
-      using Rounded = VectorOf<O, kEach>;
-      const Rounded x = __builtin_convertvector(sums[k], Rounded);
-      if constexpr (kStreams) {
-        stream(out + k * kEach, x);
-      } else {
-        write(out + k * kEach, x);
-      }
-    }
-  }
-}
 
 /// The elements first <= e < last of a tile, one at a time.
 template <class T, class O>
@@ -66,7 +36,6 @@ static void combine_steps(
     int64_t first,
     int64_t last,
     O* out) {
-  constexpr int kEach = kWidth<double>;
   const Register<double> zero = {};
   for (int64_t e = first; e < last; e += kStep) {
     Register<double> sums[kSums] = {};

@@ -9,8 +9,10 @@
 
 namespace torch_sm3::distributed::TORCH_SM3_ISA {
 
-/// Rows on each side of a block of pairs whose sums stay in registers.
-inline constexpr int64_t kEdge = kVectorBytes == 64 ? 4 : 2;
+/// Rows of a block of pairs whose sums stay in registers, and most columns of
+/// one off the diagonal, which has more pairs.
+inline constexpr int kEdge = 4;
+inline constexpr int kWide = kVectorBytes == 64 ? 4 : 2;
 
 /// A register's worth of lanes of one pair.
 template <class A>
@@ -27,7 +29,16 @@ struct Lanes<double> {
   TORCH_SM3_ALWAYS_MEMBER void store(double* to) const {
     write(to, sum);
   }
+  // A product of narrower elements is exact, so that fusing it with the sum
+  // changes no bit.
+  template <class T>
   TORCH_SM3_ALWAYS_MEMBER void add(Register<double> a, Register<double> b) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) < sizeof(double)) {
+      sum = _mm512_fmadd_pd(a, b, sum);
+      return;
+    }
+#endif
     sum += a * b;
   }
 };
@@ -46,6 +57,7 @@ struct Lanes<float> {
     write(to + kLanes, lost);
   }
   // The error of a sum of two numbers is itself a number (Knuth's two-sum).
+  template <class T>
   TORCH_SM3_ALWAYS_MEMBER void add(Register<float> a, Register<float> b) {
     const Register<float> product = a * b;
     const Register<float> next = sum + product;
@@ -68,6 +80,20 @@ struct Chunk {
                              : static_cast<const T*>(rows[i]) + offset;
   }
 };
+
+/// Fetches the elements of one row of lanes that will be wanted some lines
+/// later: a pass over some of the lanes skips lines, which the hardware's own
+/// prefetching does not foresee.
+template <class T>
+TORCH_SM3_ALWAYS void fetch(const T* place) {
+  constexpr int64_t kLine = 64;
+  constexpr int64_t kAhead = 2048;
+  constexpr int64_t kBytes = kLanes * static_cast<int64_t>(sizeof(T));
+#pragma GCC unroll 8
+  for (int64_t line = 0; line < kBytes; line += kLine) {
+    __builtin_prefetch(reinterpret_cast<const char*>(place) + kAhead + line);
+  }
+}
 
 /// Adds to the lanes of the pairs of kRows rows from `i` and kColumns rows from
 /// `j`; with kTriangle, j = i and each pair counts once. `count` is a multiple
@@ -114,6 +140,12 @@ static void multiply_block(
       }
     }
     for (int64_t e = first; e < count; e += kLanes) {
+      if (kTriangle && first == 0) {
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          fetch(x[r] + e);
+        }
+      }
 #pragma GCC unroll 8
       for (int g = 0; g < kGroups; ++g) {
         Register<A> a[kRows];
@@ -131,7 +163,7 @@ static void multiply_block(
         for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
           for (int c = kTriangle ? r : 0; c < kColumns; ++c, ++pair) {
-            sums[g][pair].add(a[r], b[c]);
+            sums[g][pair].template add<T>(a[r], b[c]);
           }
         }
       }
@@ -160,9 +192,9 @@ static inline void multiply_columns(
     int64_t columns,
     int64_t count,
     A* lanes) {
-  if constexpr (kColumns <= kEdge) {
+  if constexpr (kColumns <= (kTriangle ? kEdge : kWide)) {
     if (columns == kColumns) {
-      constexpr int kRows = kTriangle ? kColumns : static_cast<int>(kEdge);
+      constexpr int kRows = kTriangle ? kColumns : kEdge;
       multiply_block<T, A, kRows, kColumns, kTriangle>(
           chunk, p, i, j, count, lanes);
     } else {
@@ -179,8 +211,8 @@ multiply(const Chunk<T>& chunk, int64_t p, int64_t count, A* lanes) {
   for (int64_t i = 0; i < p; i += kEdge) {
     const int64_t rows = p - i < kEdge ? p - i : kEdge;
     multiply_columns<T, A, true>(chunk, p, i, i, rows, count, lanes);
-    for (int64_t j = i + kEdge; j < p; j += kEdge) {
-      const int64_t columns = p - j < kEdge ? p - j : kEdge;
+    for (int64_t j = i + kEdge; j < p; j += kWide) {
+      const int64_t columns = p - j < kWide ? p - j : kWide;
       multiply_columns<T, A, false>(chunk, p, i, j, columns, count, lanes);
     }
   }

@@ -81,6 +81,22 @@ TORCH_SM3_ALWAYS VectorOf<float, kCount> load_floats(const float* from) {
 
 template <int kCount>
 TORCH_SM3_ALWAYS VectorOf<float, kCount> load_floats(const BFloat16* from) {
+#if defined(__AVX512F__)
+  if constexpr (kCount == 16) {
+    const auto wide = _mm512_cvtepu16_epi32(read<__m256i>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+  }
+#endif
+#if defined(__AVX2__)
+  if constexpr (kCount == 8) {
+    const auto wide = _mm256_cvtepu16_epi32(read<__m128i>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+  }
+  if constexpr (kCount == 4) {
+    const auto four = _mm_cvtsi64_si128(read<int64_t>(from));
+    return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(four), 16));
+  }
+#endif
   const auto bits =
       __builtin_convertvector(
           (read<VectorOf<uint16_t, kCount>>(from)), VectorOf<uint32_t, kCount>)
@@ -110,6 +126,18 @@ TORCH_SM3_ALWAYS VectorOf<float, kCount> load_floats(const Half* from) {
   return x;
 }
 
+/// Widens half a register of float32. The compiler's own conversion takes two
+/// halves of it apart.
+TORCH_SM3_ALWAYS Register<double> widen(VectorOf<float, kWidth<double>> x) {
+#if defined(__AVX512F__)
+  return _mm512_cvtps_pd(x);
+#elif defined(__AVX2__)
+  return _mm256_cvtps_pd(x);
+#else
+  return __builtin_convertvector(x, Register<double>);
+#endif
+}
+
 /// One register of type A from the elements at `from`, exactly.
 template <class A, class T>
 TORCH_SM3_ALWAYS Register<A> load(const T* from) {
@@ -118,7 +146,7 @@ TORCH_SM3_ALWAYS Register<A> load(const T* from) {
   } else if constexpr (sizeof(A) == sizeof(float)) {
     return load_floats<kWidth<A>>(from);
   } else {
-    return __builtin_convertvector(load_floats<kWidth<A>>(from), Register<A>);
+    return widen(load_floats<kWidth<A>>(from));
   }
 }
 

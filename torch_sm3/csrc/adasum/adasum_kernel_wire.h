@@ -6,7 +6,7 @@
 /// of the wire and for leaves at the ends of float64. Included by
 /// adasum_kernel_impl.h only.
 
-#include "adasum_kernel_vector.h"
+#include "adasum_kernel_round.h"
 
 namespace torch_sm3::distributed::TORCH_SM3_ISA {
 
@@ -69,7 +69,16 @@ static Largest largest(const void* in, ScalarKind kind, int64_t size) {
 
 template <class T, class O>
 static void rescale_to(const T* in, int64_t size, double factor, O* out) {
-  for (int64_t e = 0; e < size; ++e) {
+  const int64_t whole = size - size % kStep;
+  for (int64_t e = 0; e < whole; e += kStep) {
+    Register<double> x[kSums];
+#pragma GCC unroll 8
+    for (int k = 0; k < kSums; ++k) {
+      x[k] = factor * load<double>(in + e + k * kEach);
+    }
+    round_step<O, false>(x, out + e);
+  }
+  for (int64_t e = whole; e < size; ++e) {
     round_to(factor * to_double(in[e]), out + e);
   }
 }
