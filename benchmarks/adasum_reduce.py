@@ -1,112 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of ``adasum_all_reduce`` against ``dist.all_reduce`` over Gloo, in one run.
 
-Starts its own processes, one compute thread each. Prints the ratio of medians per
-size and number of ranks; repetitions of the two alternate.
+Starts its own processes, one compute thread each. Rounds of the two alternate;
+medians and quartiles go to JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import socket
-import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import _ranks
+import _report
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import spawn
 
 import torch_sm3
 
-SIZES_KIB = [64, 256, 1024, 4096, 8192, 32768]
+MB = 1_000_000
+SIZES = [64 << 10, 256 << 10, MB, 8 * MB, 32 * MB, 128 * MB]
+# What a ratio may be at most, by number of ranks, then bytes.
+LIMITS = {
+    2: {MB: 2.0, 8 * MB: 1.2, 32 * MB: 1.2, 128 * MB: 1.2},
+    4: {MB: 3.0, 8 * MB: 2.0, 32 * MB: 2.0, 128 * MB: 2.0},
+}
+WIRE_RANKS = 2
+WIRE_LIMITS = {32 * MB: 0.8, 128 * MB: 0.8}
 
 
-def times_of(function: Callable[[], object]) -> float:
-    """Return the milliseconds of one call that all ranks start together."""
-    dist.barrier()
-    begin = time.perf_counter()
-    function()
-    return 1e3 * (time.perf_counter() - begin)
-
-
-def measure(kib: int, repeats: int) -> dict[str, list[float]]:
-    """Return the milliseconds of every repetition, after five warm-ups."""
-    tensor = torch.randn(kib * 256)
-    state = torch_sm3.AdasumState()
-    times: dict[str, list[float]] = {"all_reduce": [], "adasum": []}
-    calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(tensor),
-        "adasum": lambda: torch_sm3.adasum_all_reduce(tensor, state=state),
-    }
-    for repeat in range(repeats + 5):
-        for name, call in calls.items():
-            elapsed = times_of(call)
-            if repeat >= 5:
-                times[name].append(elapsed)
-        tensor.normal_()  # else the sums grow without end
+def measure(size: int, repeats: int, wire: bool) -> tuple[_ranks.Times, str]:
+    """Return the seconds of all rounds and the algorithm that was used."""
+    tensor = torch.randn(size // 4)
+    state = torch_sm3.AdasumState(wire_dtype=torch.bfloat16 if wire else None)
+    times = _ranks.alternate(
+        {
+            "all_reduce": lambda: dist.all_reduce(tensor),
+            "adasum": lambda: torch_sm3.adasum_all_reduce(tensor, state=state),
+        },
+        repeats,
+        between=tensor.normal_,  # else the sums grow without end
+    )
+    algorithm = state.algorithm_in_use
     state.close()
-    return times
+    return times, algorithm
 
 
-def rank_main(rank: int, world: int, port: int, repeats: int, answers: Any) -> None:
-    """Measure all sizes; rank 0 puts the results into ``answers``."""
-    torch.set_num_threads(1)
-    torch.manual_seed(rank)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=world)
-    for kib in SIZES_KIB:
-        times = measure(kib, repeats)
-        if rank == 0:
-            answers.put((kib, times))
-    dist.destroy_process_group()
-
-
-def run(world: int, repeats: int) -> list[dict[str, Any]]:
-    """Return one row per size for a number of ranks."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = int(listener.getsockname()[1])
-    answers = mp.get_context("spawn").SimpleQueue()
-    spawn(rank_main, (world, port, repeats, answers), nprocs=world)
-    rows = []
-    for _ in SIZES_KIB:
-        kib, times = answers.get()
-        medians = {name: statistics.median(values) for name, values in times.items()}
-        row = {
-            "ranks": world,
-            "kib": kib,
-            "ratio": medians["adasum"] / medians["all_reduce"],
-            "median_ms": medians,
-            "quartiles_ms": {
-                name: statistics.quantiles(values, n=4)
-                for name, values in times.items()
-            },
-        }
-        rows.append(row)
-        print(
-            f"p = {world}  {kib:6d} KiB  all_reduce {medians['all_reduce']:8.2f} ms  "
-            f"adasum {medians['adasum']:8.2f} ms  ratio {row['ratio']:.2f}"
-        )
-    return rows
+def row_of(
+    world: int, size: int, repeats: int, wire: bool
+) -> tuple[dict[str, Any], _report.Figure]:
+    """Measure one size on ``world`` ranks."""
+    times, algorithm = _ranks.run(world, measure, size, repeats, wire)
+    ratio = _ranks.ratio(times, "adasum", "all_reduce")
+    limits = WIRE_LIMITS if wire else LIMITS.get(world, {})
+    kind = "bfloat16 wire" if wire else "float32"
+    row = {
+        "ranks": world,
+        "bytes": size,
+        "wire": "bfloat16" if wire else None,
+        "algorithm": algorithm,
+        "repeats": repeats,
+        "ratio": ratio,
+        "quartiles_ms": _ranks.spread(times),
+    }
+    name = f"adasum / all_reduce, {world} ranks, {size // 1000} kB, {kind}, {algorithm}"
+    figure = _report.Figure(name, ratio, limits.get(size))
+    print(figure.line(), flush=True)
+    return row, figure
 
 
 def main() -> None:
     """Parse the command line, measure, print ratios and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
+    _report.arguments(parser)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--bytes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="write all medians to this file")
     options = parser.parse_args()
-    rows = [row for world in options.ranks for row in run(world, options.repeats)]
-    if options.json:
-        record = {"torch": torch.__version__, "cores": os.cpu_count(), "rows": rows}
-        options.json.write_text(json.dumps(record, indent=1))
+    sizes = [size for size in options.bytes if not options.quick or size <= 8 * MB]
+    repeats = 10 if options.quick else options.repeats
+    cases = [(world, size, False) for world in options.ranks for size in sizes]
+    cases += [
+        (world, size, True)
+        for world in options.ranks
+        for size in sizes
+        if world == WIRE_RANKS and size in WIRE_LIMITS
+    ]
+    measured = [row_of(world, size, repeats, wire) for world, size, wire in cases]
+    _report.finish(
+        [figure for _, figure in measured],
+        options,
+        {"rows": [row for row, _ in measured]},
+    )
 
 
 if __name__ == "__main__":

@@ -106,9 +106,10 @@ class Run:
             "held_out_log": self.held_out_log,
         }
         shared: dict[str, Any] = {}
-        (shared if self.parallel.replicas else own)["model"] = self.model.state_dict()
-        to = own if self.parallel.local_states else shared
-        to["optimizer"] = self.optimizer.state_dict()
+        weights = self.model.state_dict()
+        (shared if self.parallel.replicas else own)["model"] = weights
+        state = self.optimizer.state_dict()
+        (own if self.parallel.local_states else shared)["optimizer"] = state
         checkpoints.save(self.path, own, shared, written)
 
     def restore(self) -> None:

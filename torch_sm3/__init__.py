@@ -32,6 +32,7 @@ if _TYPE_CHECKING:
         AdasumOptimizer,
         AdasumState,
         adasum_all_reduce,
+        adasum_fsdp_hook,
         adasum_hook,
     )
 
@@ -49,6 +50,7 @@ __all__ = [
     "WarmupConstantLR",
     "__version__",
     "adasum_all_reduce",
+    "adasum_fsdp_hook",
     "adasum_hook",
     "cmake_prefix_path",
     "import_state_dict",

@@ -12,10 +12,12 @@ from torch_sm3 import _build_info, _ops
 # Every operator of the library and the dispatch keys that it must have: the table
 # of contents. CUDA is asked for only where the build has it.
 OPERATORS = {
+    "_adasum_loopback": ["CompositeExplicitAutograd"],
+    "_adasum_loopback_outcome": ["CompositeExplicitAutograd"],
     "_memory_meter_start": ["CompositeImplicitAutograd"],
     "_memory_meter_stop": ["CompositeImplicitAutograd"],
-    "adasum_all_reduce_": ["CPU", "Meta", "Autograd"],
-    "adasum_all_reduce_.process_group": ["CPU", "Meta", "Autograd"],
+    "adasum_all_reduce_": ["CPU", "CUDA", "Meta", "Autograd"],
+    "adasum_all_reduce_.process_group": ["CPU", "CUDA", "Meta", "Autograd"],
     "adasum_coefficients": ["CPU", "CUDA", "Meta", "Autograd"],
     "adasum_combine": ["CPU", "CUDA", "Meta", "Autograd"],
     "adasum_gram": ["CPU", "CUDA", "Meta", "Autograd"],

@@ -8,17 +8,22 @@ any number of ranks, and every rank ends with the same bits. The method is that 
 """
 
 from torch_sm3.distributed._all_reduce import adasum_all_reduce
+from torch_sm3.distributed._fsdp import adasum_fsdp_hook
 from torch_sm3.distributed._group import own_group
 from torch_sm3.distributed._hook import adasum_hook
+from torch_sm3.distributed._metrics import AdasumMetrics, LayerMetrics
 from torch_sm3.distributed._optimizer import AdasumOptimizer
 from torch_sm3.distributed._state import AdasumState
 from torch_sm3.optim._functional_optim import FunctionalSM3, register
 
 __all__ = [
+    "AdasumMetrics",
     "AdasumOptimizer",
     "AdasumState",
     "FunctionalSM3",
+    "LayerMetrics",
     "adasum_all_reduce",
+    "adasum_fsdp_hook",
     "adasum_hook",
     "own_group",
 ]

@@ -49,7 +49,7 @@ def real(tensor: Tensor) -> Tensor:
 
 def change_dtype(param: Tensor) -> torch.dtype:
     """Return the dtype in which a parameter's change is computed and sent."""
-    return torch.promote_types(real(param).dtype, torch.float32)
+    return torch.float64 if real(param).dtype == torch.float64 else torch.float32
 
 
 def cut(layers: Iterable[Layer], bucket_bytes: int) -> list[Bucket]:

@@ -22,6 +22,10 @@ class SharingOptimizer(Optimizer):
         # The hooks of the base class, without groups of its own.
         super().__setstate__({})
 
+    def __getstate__(self) -> dict[str, Any]:
+        # All there is: the base class keeps groups and state alone.
+        return dict(self.__dict__)
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the wrapped optimizer."""

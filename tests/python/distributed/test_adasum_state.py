@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdasumState, the hook and the all-reduce in a single process."""
+"""AdasumState in a single process: options, counters, saving, the hook."""
 
 import inspect
+import math
 import pickle
 import subprocess
 import sys
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import torch_sm3
-from torch_sm3 import _ops
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,6 +22,13 @@ def _one_rank():
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def state():
+    state = torch_sm3.AdasumState()
+    yield state
+    state.close()
+
+
 def test_hook_has_the_annotations_that_ddp_compares():
     signature = inspect.signature(torch_sm3.adasum_hook)
     assert list(signature.parameters) == ["state", "bucket"]
@@ -29,32 +36,96 @@ def test_hook_has_the_annotations_that_ddp_compares():
     assert signature.return_annotation == torch.futures.Future[torch.Tensor]
 
 
+NO_GROUP = dist.GroupMember.NON_GROUP_MEMBER
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"mode": "median"}, "'tree', 'psum', 'mean' or 'sum', but got 'median'"),
+        ({"algorithm": "ring"}, "'auto', 'pair', .* 'vhdd', but got 'ring'"),
+        ({"inner": "sum"}, "'mean' or 'adasum', but got 'sum'"),
+        ({"check": "all"}, "'off', 'layout', 'hash' or 'full', but got 'all'"),
         ({"scale": float("nan")}, "finite number, but got nan .argument 'scale'"),
+        ({"scale": math.inf}, "finite number, but got inf"),
         ({"timeout": timedelta(0)}, "positive timeout"),
-        ({"process_group": dist.GroupMember.NON_GROUP_MEMBER}, "contains rank 0"),
+        ({"warmup_steps": -1}, "at least 0, but got -1 .argument 'warmup_steps'"),
+        ({"scratch_bytes": 2**20 - 1}, "at least 1048576, but got 1048575"),
+        ({"node_size": 0}, "at least 1, but got 0 .argument 'node_size'"),
+        ({"threads": 0}, "at least 1"),
+        ({"check_every": 0}, "at least 1"),
+        ({"metrics": -1}, "at least 0"),
+        ({"mode": "psum", "inner": "adasum"}, "'adasum' .argument 'inner'"),
+        ({"algorithm": "pair"}, "group of 2 ranks for algorithm 'pair', but got 1"),
+        ({"algorithm": "two_level"}, "ranks for algorithm 'two_level', but got 1"),
+        ({"process_group": NO_GROUP}, "contains rank 0"),
+        ({"shard_group": NO_GROUP}, "contains rank 0.*'shard_group'"),
     ],
 )
-def test_bad_options(options, text):
+def test_values_that_are_refused(options, text):
     with pytest.raises(ValueError, match=text):
         torch_sm3.AdasumState(**options)
 
 
-def test_hook_refuses_another_state():
-    with pytest.raises(TypeError, match="expected an AdasumState, but got str"):
-        torch_sm3.adasum_hook("state", None)
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"wire_dtype": torch.float32}, "torch.float16 or torch.bfloat16"),
+        ({"accumulate_dtype": torch.float16}, "torch.float64 or torch.float32"),
+        ({"result_dtype": torch.float64}, "None or torch.float32"),
+        ({"warmup_steps": 1.5}, "an integer, but got 1.5"),
+        ({"scale": "1"}, "a number, but got '1'"),
+        ({"timeout": 3.0}, "a datetime.timedelta, but got 3.0"),
+    ],
+)
+def test_types_that_are_refused(options, text):
+    with pytest.raises(TypeError, match=text):
+        torch_sm3.AdasumState(**options)
+
+
+def test_options_can_be_read_and_not_be_set():
+    options = {
+        "mode": "psum",
+        "algorithm": "gather",
+        "scale": 2.0,
+        "node_size": 1,
+        "inner": "mean",
+        "warmup_steps": 3,
+        "accumulate_dtype": torch.float32,
+        "wire_dtype": torch.bfloat16,
+        "result_dtype": torch.float32,
+        "scratch_bytes": 2**21,
+        "threads": 1,
+        "check": "hash",
+        "check_every": 5,
+    }
+    state = torch_sm3.AdasumState(**options)
+    for name, value in options.items():
+        assert getattr(state, name) == value
+    with pytest.raises(AttributeError, match="load_state_dict"):
+        state.mode = "mean"
+    assert state.process_group is dist.group.WORLD
+    state.close()
+
+
+@pytest.mark.parametrize("bad", ["state", None, torch_sm3.AdasumState])
+def test_another_state_is_refused(bad):
+    with pytest.raises(TypeError, match="expected an AdasumState"):
+        torch_sm3.adasum_hook(bad, None)
+    if bad is not None:
+        with pytest.raises(TypeError, match="expected an AdasumState"):
+            torch_sm3.adasum_all_reduce(torch.ones(2), state=bad)
 
 
 def test_pickle_keeps_options_and_step_and_no_group():
-    state = torch_sm3.AdasumState(mode="psum", scale=2.0)
+    state = torch_sm3.AdasumState(mode="psum", scale=2.0, warmup_steps=3, check="hash")
     state.step = 7
     data = pickle.dumps(state)
     state.close()
     loaded = pickle.loads(data)
-    assert (loaded.mode, loaded.scale, loaded.step) == ("psum", 2.0, 7)
+    assert loaded.state_dict() == state.state_dict()
+    assert loaded.step == 7 and loaded.process_group is None
+    # It used the default group, so it finds it by itself.
     value = torch.ones(3)
     torch_sm3.adasum_all_reduce(value, state=loaded)
     assert torch.equal(value, torch.full((3,), 2.0))
@@ -63,13 +134,70 @@ def test_pickle_keeps_options_and_step_and_no_group():
         torch_sm3.adasum_all_reduce(value, state=loaded)
 
 
-def test_load_state_dict_restores_and_checks():
-    state = torch_sm3.AdasumState()
-    state.load_state_dict({"mode": "mean", "scale": 0.5, "step": 3})
-    assert state.state_dict() == {"mode": "mean", "scale": 0.5, "step": 3}
-    with pytest.raises(ValueError, match="load_state_dict"):
-        state.load_state_dict({"mode": "none", "scale": 0.5, "step": 3})
+def test_pickled_state_of_another_group_asks_for_rebind():
+    group = dist.new_group([0])
+    state = torch_sm3.AdasumState(group)
+    loaded = pickle.loads(pickle.dumps(state))
+    with pytest.raises(RuntimeError, match=r"unpickled one of 1 ranks"):
+        torch_sm3.adasum_all_reduce(torch.ones(2), state=loaded)
+    loaded.rebind(group)
+    torch_sm3.adasum_all_reduce(torch.ones(2), state=loaded)
+    loaded.close()
     state.close()
+
+
+def test_state_dict_is_restored_and_checked(state):
+    other = torch_sm3.AdasumState(mode="mean", scale=0.5, wire_dtype=torch.float16)
+    other.step = 3
+    state.load_state_dict(other.state_dict())
+    assert state.state_dict() == other.state_dict()
+    assert (state.mode, state.scale, state.step) == ("mean", 0.5, 3)
+    x = torch.ones(2)
+    torch_sm3.adasum_all_reduce(x, state=state)
+    assert torch.equal(x, torch.full((2,), 0.5))
+    state.load_state_dict({"scale": 2.0})
+    assert (state.mode, state.scale, state.step) == ("mean", 2.0, 4)
+    for wrong in ({"mode": "none"}, {"speed": 3}, {"algorithm": "pair"}):
+        with pytest.raises(ValueError, match="load_state_dict"):
+            state.load_state_dict(wrong)
+    assert state.mode == "mean"
+    other.close()
+
+
+def test_steps_are_counted_by_buckets_calls_and_advance(state):
+    net = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.Linear(30, 30))
+    model = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001)
+    model.register_comm_hook(state, torch_sm3.adasum_hook)
+    for _ in range(2):
+        model(torch.ones(1, 30)).sum().backward()
+    assert state.step == 2
+    with model.no_sync():
+        model(torch.ones(1, 30)).sum().backward()
+    assert state.step == 2
+    torch_sm3.adasum_all_reduce([torch.ones(3), torch.ones(3).half()], state=state)
+    assert state.step == 3
+    state.advance()
+    assert state.step == 4
+    state.rebind()
+    assert state.step == 4
+
+
+def test_rebind_that_is_refused_keeps_the_group(state):
+    with pytest.raises(ValueError, match=r"AdasumState.rebind.*contains rank 0"):
+        state.rebind(NO_GROUP)
+    torch_sm3.adasum_all_reduce(torch.ones(2), state=state)
+    state.close()
+    state.close()
+    state.rebind()
+    torch_sm3.adasum_all_reduce(torch.ones(2), state=state)
+
+
+def test_one_rank_sends_nothing_and_says_what_it_would_use(state):
+    assert isinstance(state.algorithm_in_use, str)
+    x = torch.tensor([1.0, float("nan"), -0.0])
+    y = x.clone()
+    torch_sm3.adasum_all_reduce(y, state=state)
+    assert torch.equal(x.view(torch.int32), y.view(torch.int32))
 
 
 def test_failed_bucket_is_raised_by_backward():
@@ -79,41 +207,6 @@ def test_failed_bucket_is_raised_by_backward():
     state.close()
     with pytest.raises(RuntimeError, match="got one after close"):
         model(torch.ones(1, 2)).sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("error", "text", "tensors"),
-    [
-        (ValueError, "at least one tensor", []),
-        (TypeError, "got Int", torch.ones(3, dtype=torch.int32)),
-        (NotImplementedError, "sparse=False", torch.ones(3).to_sparse()),
-        (NotImplementedError, "on meta", torch.ones(3, device="meta")),
-        (ValueError, "without overlap", torch.ones(1).expand(3)),
-    ],
-)
-def test_bad_tensors(error, text, tensors):
-    with pytest.raises(error, match=text):
-        torch_sm3.adasum_all_reduce(tensors)
-
-
-def test_overlapping_tensors_and_doubled_options_are_refused():
-    x = torch.ones(6)
-    with pytest.raises(ValueError, match="share memory"):
-        torch_sm3.adasum_all_reduce([x[3:], x[:4]])
-    torch_sm3.adasum_all_reduce([x[3:], x[:3]])
-    state = torch_sm3.AdasumState()
-    with pytest.raises(ValueError, match="got both"):
-        torch_sm3.adasum_all_reduce(x, state=state, scale=2.0)
-    state.close()
-
-
-def test_operator_passes_opcheck_and_scales():
-    name = dist.group.WORLD.group_name
-    op = torch.ops.torch_sm3.adasum_all_reduce_
-    torch.library.opcheck(op.default, ([torch.randn(3), torch.randn(2, 2)], name))
-    x = torch.ones(3)
-    _ops.adasum_all_reduce_([x], dist.group.WORLD, "tree", scale=0.25)
-    assert torch.equal(x, torch.full((3,), 0.25))
 
 
 def test_process_ends_without_close():

@@ -221,15 +221,7 @@ std::vector<int> outliers(const std::vector<int64_t>& values) {
 }
 
 int64_t hash_value(const at::Tensor& flat) {
-  const at::Tensor bytes = flat.view(at::kByte).cpu();
-  uint64_t hash = kHashStart;
-  for (const uint8_t *byte = bytes.const_data_ptr<uint8_t>(),
-                     *end = byte + bytes.numel();
-       byte != end;
-       ++byte) {
-    hash = (hash ^ *byte) * 0x100000001b3u;
-  }
-  return static_cast<int64_t>(hash);
+  return hash_of(flat).cpu().const_data_ptr<int64_t>()[0];
 }
 
 std::vector<int64_t> layer_hashes(const Plan& plan, const at::Tensor& result) {

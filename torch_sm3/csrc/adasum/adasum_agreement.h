@@ -15,13 +15,6 @@
 
 namespace torch_sm3::distributed {
 
-/// How much the ranks compare.
-enum class Check : int8_t {
-  off,
-  layout, ///< a header before data moves
-  hash,   ///< the same, and a hash of the result
-};
-
 /// What must be equal on all ranks before data moves: 64 bytes.
 struct Header {
   int64_t sequence; ///< number of the call

@@ -165,7 +165,7 @@ void Run::cut() {
 
 // Where the levels read and write: leaf, nodes in between, result.
 void Run::make_flats() {
-  Flat nodes{job_.result, {}};
+  Held nodes{job_.result, {}};
   if (needs_work(job_, grid_)) {
     const Layout& layout = job_.plan.layout;
     int64_t count = 0;
@@ -180,8 +180,8 @@ void Run::make_flats() {
     work_bytes_ = static_cast<int64_t>(nodes.data.nbytes());
   }
   for (StageSpec& spec : specs_) {
-    spec.source = spec.level == 0 ? Flat{job_.leaf, {}} : nodes;
-    spec.target = spec.last ? Flat{job_.result, {}} : nodes;
+    spec.source = spec.level == 0 ? Held{job_.leaf, {}} : nodes;
+    spec.target = spec.last ? Held{job_.result, {}} : nodes;
   }
 }
 

@@ -49,6 +49,9 @@ class Scratch {
   void release() {
     memory_ = at::Tensor();
   }
+  int64_t bytes() const {
+    return memory_.defined() ? memory_.numel() : 0;
+  }
 
  private:
   at::Tensor memory_;

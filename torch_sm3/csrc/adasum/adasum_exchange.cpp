@@ -37,6 +37,7 @@ Algorithm Exchange::algorithm(
 
 Outcome Exchange::run(const Request& request) {
   const at::NoGradGuard no_grad;
+  const ThreadLimit threads(request.plan->threads);
   ++sequence_;
   const Flat flat(request.tensors, request.outputs);
   if (size() > 1 && request.check != Check::off) {
@@ -66,6 +67,7 @@ Outcome Exchange::run(const Request& request) {
   flat.scatter();
   if (request.release) {
     scratch_.release();
+    smaller_plans_.clear(); // DDP cuts its buckets anew
   }
   return outcome;
 }
@@ -157,7 +159,7 @@ void Exchange::combine(
       flat.leaf().element_size());
   run_algorithm(
       chosen,
-      {*request.plan,
+      {*plan_for(request.plan, flat.leaf().device()),
        flat.leaf(),
        flat.result(),
        *ranks_,
@@ -166,6 +168,23 @@ void Exchange::combine(
        call,
        request.what,
        request.metrics ? &outcome : nullptr});
+}
+
+// The plan with less scratch memory, where messages need memory as well.
+std::shared_ptr<const Plan> Exchange::plan_for(
+    const std::shared_ptr<const Plan>& plan,
+    c10::Device device) {
+  const int shares = ranks_->scratch_shares(device);
+  if (shares == 1) {
+    return plan;
+  }
+  std::shared_ptr<const Plan>& smaller = smaller_plans_[plan];
+  if (smaller == nullptr) {
+    Plan copy = *plan;
+    copy.scratch_bytes /= shares;
+    smaller = std::make_shared<const Plan>(std::move(copy));
+  }
+  return smaller;
 }
 
 void Exchange::reduce(const Request& request, const Flat& flat) {

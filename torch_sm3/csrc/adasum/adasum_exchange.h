@@ -14,6 +14,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 
@@ -31,6 +32,19 @@ class Exchange {
 
   /// Compares library builds and instruction sets with all ranks; collective.
   void introduce(int local_world_size, const std::string& what);
+
+  /// Takes what `introduce` found out at an earlier time.
+  void recognise(const Fingerprint& fingerprint, int64_t calls) {
+    fingerprint_ = fingerprint;
+    sequence_ = calls;
+  }
+  const Fingerprint& fingerprint() const {
+    return fingerprint_;
+  }
+  /// Number of calls so far.
+  int64_t calls() const {
+    return sequence_;
+  }
 
   /// What a bucket of a plan will be combined by; ValueError if it cannot.
   ///
@@ -70,11 +84,16 @@ class Exchange {
   void combine(const Request& request, const Flat& flat, Outcome& outcome);
   void reduce(const Request& request, const Flat& flat);
 
+  std::shared_ptr<const Plan>
+  plan_for(const std::shared_ptr<const Plan>& plan, c10::Device device);
+
   const std::unique_ptr<Transport> ranks_;
   const std::unique_ptr<Transport> shards_;
   Fingerprint fingerprint_;
   bool one_device_type_ = true;
   Scratch scratch_;
+  std::map<std::shared_ptr<const Plan>, std::shared_ptr<const Plan>>
+      smaller_plans_;
   int64_t sequence_ = 0;
   std::atomic<int64_t> damage_{-1};
 };

@@ -6,11 +6,10 @@
 /// The thread never needs Python's lock: the value of a future, a Python
 /// object, is handed over ready-made and only passed on.
 
+#include "adasum_engine.h"
 #include "adasum_future_type.h"
-#include "adasum_group_transport.h"
 #include "adasum_names.h"
 #include "adasum_plan_class.h"
-#include "adasum_worker.h"
 
 #include <torch/custom_class.h>
 
@@ -22,13 +21,21 @@
 namespace torch_sm3::distributed {
 namespace {
 
-using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+constexpr const char* kOp = "AdasumState";
+
 using PlanPtr = c10::intrusive_ptr<PlanHolder>;
 using Tensors = std::vector<at::Tensor>;
 
-std::unique_ptr<Transport> transport_of(const GroupPtr& group, double seconds) {
-  return std::make_unique<GroupTransport>(
-      group, std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000.0)));
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+// Memory that a future's value stands for, so that nobody has to look into the
+// Python object.
+std::vector<WeakStorage> storages_of(const Tensors& tensors) {
+  std::vector<WeakStorage> storages;
+  for (const at::Tensor& tensor : tensors) {
+    storages.emplace_back(tensor.storage().getWeakStorageImpl());
+  }
+  return storages;
 }
 
 class ExchangeHolder : public torch::CustomClassHolder {
@@ -38,10 +45,13 @@ class ExchangeHolder : public torch::CustomClassHolder {
       double timeout_seconds,
       const std::optional<GroupPtr>& shard_group,
       int64_t local_world_size)
-      : worker_(introduced(
-            transport_of(group, timeout_seconds),
-            shard_group ? transport_of(*shard_group, timeout_seconds) : nullptr,
-            static_cast<int>(local_world_size))) {}
+      : engine_(
+            group,
+            shard_group.value_or(GroupPtr()),
+            std::chrono::milliseconds(
+                static_cast<int64_t>(timeout_seconds * 1000.0)),
+            static_cast<int>(local_world_size),
+            kOp) {}
 
   /// Refuses what `submit` would refuse.
   void check(
@@ -49,16 +59,13 @@ class ExchangeHolder : public torch::CustomClassHolder {
       Tensors tensors,
       Tensors outputs,
       const std::string& what) {
-    check_request(
-        request_of(plan, std::move(tensors), std::move(outputs)),
-        worker_.exchange().size(),
-        what.c_str());
+    engine_.check(
+        request_of(plan, std::move(tensors), std::move(outputs)), what.c_str());
   }
 
-  /// What a bucket of CPU tensors will be combined by.
+  /// What a bucket will be combined by.
   std::string algorithm(const PlanPtr& plan, int64_t bytes) {
-    return name_of(worker_.exchange().algorithm(
-        *plan->plan, c10::kCPU, bytes, "AdasumState"));
+    return name_of(engine_.algorithm(*plan->plan, bytes, kOp));
   }
 
   /// Queues a request. `value` is a finished future with the Python object that
@@ -75,7 +82,7 @@ class ExchangeHolder : public torch::CustomClassHolder {
       FuturePtr value,
       FuturePtr result) {
     Request request = request_of(plan, std::move(tensors), std::move(outputs));
-    check_request(request, worker_.exchange().size(), what.c_str());
+    engine_.check(request, what.c_str());
     for (Tensors* list : {&request.tensors, &request.outputs}) {
       for (at::Tensor& tensor : *list) {
         // An alias without a Python object: to let go of one takes Python's
@@ -88,17 +95,21 @@ class ExchangeHolder : public torch::CustomClassHolder {
     request.metrics = metrics;
     request.release = release;
     request.what = what + plan->layers;
-    return worker_.submit(
+    const Tensors& results =
+        request.outputs.empty() ? request.tensors : request.outputs;
+    return engine_.submit(
         std::move(request),
         [value = std::move(value),
-         result = std::move(result)](const std::exception_ptr& error) mutable {
+         result = std::move(result),
+         storages =
+             storages_of(results)](const std::exception_ptr& error) mutable {
           if (error != nullptr) {
             result->setError(error);
             return;
           }
           c10::IValue object = value->value();
           value.reset();
-          result->markCompleted(std::move(object));
+          result->markCompleted(std::move(object), std::move(storages));
         });
   }
 
@@ -113,7 +124,7 @@ class ExchangeHolder : public torch::CustomClassHolder {
 
   /// What metrics are made from; once, after the future has completed.
   OutcomeTuple outcome(int64_t ticket) {
-    const Outcome outcome = worker_.outcome(ticket);
+    const Outcome outcome = engine_.outcome(ticket, "AdasumExchange.outcome");
     const auto optional = [](const at::Tensor& tensor) {
       return tensor.defined() ? std::optional(tensor) : std::nullopt;
     };
@@ -128,45 +139,34 @@ class ExchangeHolder : public torch::CustomClassHolder {
   }
 
   void forget(int64_t ticket) {
-    worker_.forget(ticket);
+    engine_.forget(ticket);
   }
 
   at::Tensor swap(const at::Tensor& tensor, const std::string& what) {
-    return worker_.swap(tensor, what);
+    return engine_.swap(tensor, what);
   }
 
   void damage(int64_t byte) {
-    worker_.exchange().damage(byte);
+    engine_.damage(byte);
   }
 
   void drain() {
-    worker_.drain();
+    engine_.drain();
   }
 
   void close() {
-    worker_.close();
+    engine_.close();
   }
 
   int64_t rank() {
-    return worker_.exchange().rank();
+    return engine_.rank();
   }
 
   int64_t size() {
-    return worker_.exchange().size();
+    return engine_.size();
   }
 
  private:
-  static std::unique_ptr<Exchange> introduced(
-      std::unique_ptr<Transport> ranks,
-      std::unique_ptr<Transport> shards,
-      int local_world_size) {
-    auto exchange =
-        std::make_unique<Exchange>(std::move(ranks), std::move(shards));
-    exchange->introduce(
-        local_world_size, "AdasumState: comparing the libraries of all ranks");
-    return exchange;
-  }
-
   static Request
   request_of(const PlanPtr& plan, Tensors tensors, Tensors outputs) {
     Request request;
@@ -176,7 +176,7 @@ class ExchangeHolder : public torch::CustomClassHolder {
     return request;
   }
 
-  Worker worker_;
+  Engine engine_;
 };
 
 } // namespace

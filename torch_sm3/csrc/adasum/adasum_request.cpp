@@ -185,7 +185,7 @@ void check_request(const Request& request, int ranks, const char* op) {
   if (!request.outputs.empty()) {
     check_outputs(request, op);
     written = request.outputs;
-    for (size_t k = 0; k < written.size(); ++k) {
+    for (size_t k = 0; k < request.tensors.size(); ++k) {
       // An output may be the tensor that it replaces, as nothing else of it.
       if (!written[k].is_same(request.tensors[k])) {
         written.push_back(request.tensors[k]);

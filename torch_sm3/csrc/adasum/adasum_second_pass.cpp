@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "adasum_second_pass.h"
 
+#include "adasum_kernel.h"
+#include "adasum_scales.h"
+
 #include <ATen/ops/full.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
@@ -8,7 +11,6 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 #include <vector>
 
@@ -17,7 +19,6 @@ namespace {
 
 // Powers of two in this range are normal numbers, and so are their inverses.
 constexpr int64_t kLargestShift = 1022;
-constexpr int32_t kNoExponent = std::numeric_limits<int32_t>::min();
 
 at::Tensor
 layers_of_tiles(const Layout& layout, Range tiles, const at::Device& device) {
@@ -74,10 +75,11 @@ at::Tensor exponents_of_layers(
     Range pieces,
     int64_t turn,
     const RowsOfPiece& rows_of,
-    const at::TensorOptions& options) {
+    const at::Tensor& flags) {
   const Layout& layout = context.layout();
   const auto p = static_cast<int64_t>(context.members.size());
-  at::Tensor largest = at::full({layers.size(), p}, kNoExponent, options);
+  at::Tensor largest = at::full(
+      {layers.size(), p}, kNoExponent, flags.options().dtype(at::kInt));
   for_pieces(
       context,
       Step::exponents,
@@ -87,11 +89,11 @@ at::Tensor exponents_of_layers(
       rows_of,
       [&](const Rows& rows, int64_t begin, Range own) {
         return exponents_of_tiles(
-            layout, own, rows_within(layout, rows, begin, own, {}));
+            layout, own, rows_within(layout, rows, begin, own, {}), flags);
       },
       [&](const TileValues& shared) {
         const at::Tensor index =
-            layers_of_tiles(layout, shared.tiles, options.device())
+            layers_of_tiles(layout, shared.tiles, flags.device())
                 .sub(layers.first)
                 .unsqueeze(1)
                 .expand({shared.tiles.size(), p});
@@ -103,19 +105,6 @@ at::Tensor exponents_of_layers(
 }
 
 } // namespace
-
-at::Tensor
-scales_of_tiles(const Layout& layout, Range tiles, const at::Tensor& shifts) {
-  // 2^-shift by its bits: exact, whatever the math library does.
-  constexpr int64_t kBias = 1023;
-  constexpr int64_t kMantissaBits = 52;
-  return shifts.index_select(0, layers_of_tiles(layout, tiles, shifts.device()))
-      .to(at::kLong)
-      .neg()
-      .add(kBias)
-      .bitwise_left_shift(kMantissaBits)
-      .view(at::kDouble);
-}
 
 Rows rows_within(
     const Layout& layout,
@@ -135,9 +124,7 @@ Rows rows_within(
         0, tiles.size() == 0 ? 0 : tiles.first - begin, tiles.size());
   }
   if (shifts.defined()) {
-    const at::Tensor scales = scales_of_tiles(layout, tiles, shifts);
-    result.scales =
-        result.scales.defined() ? result.scales.mul(scales) : scales;
+    result.scales = scales_of_tiles(layout, tiles, result, shifts);
   }
   return result;
 }
@@ -164,9 +151,10 @@ bool second_pass(
     need = need.narrow(0, needed.first - layers.first, needed.size());
     layers = needed;
   }
-  const at::Tensor found = exponents_of_layers(
-      context, layers, pieces, turn, rows_of, shifts.options());
-  of(shifts).copy_(at::where(need.unsqueeze(1), found, at::zeros_like(found)));
+  const at::Tensor flags = at::zeros({layout.layers()}, need.options());
+  of(flags).copy_(need);
+  of(shifts).copy_(
+      exponents_of_layers(context, layers, pieces, turn, rows_of, flags));
   const at::Tensor again = at::zeros_like(gram);
   for_pieces(
       context,
@@ -176,11 +164,15 @@ bool second_pass(
       pieces,
       rows_of,
       [&](const Rows& rows, int64_t begin, Range own) {
-        return dots_of_tiles(
+        at::Tensor partial =
+            at::zeros({own.size(), pair_count(gram.size(1))}, gram.options());
+        repeat_dots_of_tiles(
             layout,
             own,
             rows_within(layout, rows, begin, own, shifts),
-            Accumulate::kFloat64);
+            flags,
+            partial);
+        return partial;
       },
       [&](const TileValues& shared) { add_to_layers(layout, shared, again); });
   reduce_layers(context, Reduction::sum, turn, of(again));

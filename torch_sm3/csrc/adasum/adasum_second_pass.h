@@ -13,10 +13,6 @@ namespace torch_sm3::distributed {
 /// Gives the leaves of a piece, exchanging them once more if they were dropped.
 using RowsOfPiece = std::function<const Rows&(size_t)>;
 
-/// Float64 powers of two, [tiles, p]: 2^-shift of each tile's layer.
-at::Tensor
-scales_of_tiles(const Layout& layout, Range tiles, const at::Tensor& shifts);
-
 /// The rows of a piece that belong to a run of tiles within it, scaled.
 ///
 /// \param begin  first tile of the rows

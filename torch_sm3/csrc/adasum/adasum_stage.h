@@ -24,7 +24,7 @@
 namespace torch_sm3::distributed {
 
 /// The elements of a bucket, or of the parts of its pieces that a rank holds.
-struct Flat {
+struct Held {
   at::Tensor data;
   /// Per piece: number of its first element in the bucket that `data` leaves
   /// out before it. Empty: nothing is left out.
@@ -53,8 +53,8 @@ struct StageSpec {
   at::Tensor means;
   /// float64 [L, 3] of this rank's leaf, from the level before; or undefined.
   at::Tensor carried;
-  Flat source;
-  Flat target;
+  Held source;
+  Held target;
   Wire wire;
   /// Of the result, of the last level only.
   Wire return_wire;

@@ -36,8 +36,8 @@ at::Tensor states_with_means(
     return found;
   }
   const at::Tensor weights = rule.weights.empty()
-      ? at::ones({gram.size(1)}, gram.options())
-      : at::tensor(rule.weights, gram.options());
+                                 ? at::ones({gram.size(1)}, gram.options())
+                                 : at::tensor(rule.weights, gram.options());
   const at::Tensor total = weights.sum();
   const at::Tensor norms = norms_of(gram, shifts);
   const at::Tensor states = at::stack(

@@ -111,7 +111,7 @@ void reduce_over_shards(
 } // namespace
 
 Range own_within(const StageContext& context, size_t piece, Range within) {
-  return intersect(context.owned(piece), within);
+  return intersect(within, context.owned(piece));
 }
 
 TileValues share_tiles(

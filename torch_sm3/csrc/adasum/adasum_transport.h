@@ -76,6 +76,12 @@ class Transport {
     return c10::kCPU;
   }
 
+  /// By how much the scratch memory of tensors on a device is divided, because
+  /// messages need memory as well.
+  virtual int scratch_shares(c10::Device /*device*/) const {
+    return 1;
+  }
+
   int64_t bytes_sent() const {
     return bytes_sent_;
   }

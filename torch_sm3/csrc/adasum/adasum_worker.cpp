@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <future>
+#include <optional>
 #include <utility>
 
 namespace torch_sm3::distributed {
@@ -17,66 +18,57 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 
 } // namespace
 
-Worker::Worker(std::unique_ptr<Exchange> exchange)
-    : exchange_(std::move(exchange)) {
-  thread_ = std::thread([this] { work(); });
+Worker::Worker(std::unique_ptr<Exchange> exchange, bool threaded)
+    : exchange_(std::move(exchange)), threaded_(threaded) {
+  if (threaded) {
+    thread_ = std::thread([this] { work(); });
+  }
 }
 
 Worker::~Worker() {
   close();
 }
 
-int64_t Worker::submit(Request request, Done done) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const int64_t ticket = tickets_++;
+void Worker::submit(int64_t ticket, Request request, Done done) {
   const auto queued = std::chrono::steady_clock::now();
   std::string what = request.what;
+  const Lane::Mark mark = Lane::mark(request.tensors[0]);
   auto run = [this, ticket, queued, request = std::move(request)]() mutable {
     const double waited = seconds_since(queued);
     Outcome outcome = exchange_->run(request);
-    // What the caller gets back must have no other owner.
-    request.tensors.clear();
-    request.outputs.clear();
+    Lane::keep(request.tensors);
+    Lane::keep(request.outputs);
     if (request.metrics) {
       outcome.seconds[static_cast<size_t>(Phase::wait)] = waited;
       const std::lock_guard<std::mutex> lock(mutex_);
       outcomes_.emplace(ticket, std::move(outcome));
     }
   };
-  push({std::move(what), std::move(run), std::move(done)});
-  return ticket;
+  push({std::move(what), std::move(run), std::move(done), mark});
 }
 
 at::Tensor Worker::swap(const at::Tensor& tensor, const std::string& what) {
   std::promise<at::Tensor> promise;
-  std::future<at::Tensor> future = promise.get_future();
   at::Tensor all;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    push(
-        {what,
-         [&] { all = exchange_->swap(tensor, what); },
-         [&](const std::exception_ptr& error) {
-           if (error != nullptr) {
-             promise.set_exception(error);
-           } else {
-             promise.set_value(all);
-           }
-         }});
-  }
-  return future.get();
+  push(
+      {what,
+       [&] { all = exchange_->swap(tensor, what); },
+       [&](const std::exception_ptr& error) {
+         if (error != nullptr) {
+           promise.set_exception(error);
+         } else {
+           promise.set_value(all);
+         }
+       },
+       {}});
+  return promise.get_future().get();
 }
 
-Outcome Worker::outcome(int64_t ticket) {
+std::optional<Outcome> Worker::outcome(int64_t ticket) {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto node = outcomes_.extract(ticket);
-  TORCH_CHECK(
-      !node.empty(),
-      "AdasumExchange.outcome: expected the ticket of a request with metrics "
-      "that has ended and was not asked for before, but got ",
-      ticket,
-      " (argument 'ticket')");
-  return std::move(node.mapped());
+  return node.empty() ? std::nullopt
+                      : std::optional<Outcome>(std::move(node.mapped()));
 }
 
 void Worker::forget(int64_t ticket) {
@@ -102,14 +94,20 @@ void Worker::close() {
   }
 }
 
-// Under the lock.
 void Worker::push(Job job) {
+  std::unique_lock<std::mutex> lock(mutex_);
   TORCH_CHECK(
       !closing_,
       job.what,
       ": expected an open state, but got one after close()");
-  queue_.push_back(std::move(job));
-  wake_.notify_all();
+  if (threaded_) {
+    queue_.push_back(std::move(job));
+    wake_.notify_all();
+    return;
+  }
+  lock.unlock();
+  const std::lock_guard<std::mutex> in_order(order_);
+  finish(std::move(job));
 }
 
 void Worker::work() {
@@ -131,8 +129,10 @@ void Worker::work() {
 }
 
 void Worker::finish(Job job) {
+  std::optional<Lane::Scope> scope;
   if (failure_ == nullptr) {
     try {
+      scope.emplace(lane_, job.mark);
       job.run();
     } catch (...) {
       failure_ = std::current_exception();

@@ -5,6 +5,7 @@
 /// The thread that works through requests while backward goes on.
 
 #include "adasum_exchange.h"
+#include "adasum_lane.h"
 
 #include <condition_variable>
 #include <cstdint>
@@ -14,18 +15,23 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
 namespace torch_sm3::distributed {
 
-/// One thread, the only one that touches the exchange, and its queue.
+/// One thread, the only one that touches the exchange, and its queue. Or no
+/// thread, where requests are only enqueued on a device: then whoever submits
+/// does that.
 class Worker {
  public:
-  /// Called by the thread with the error of the request, or with null.
+  /// Called with the error of the request, or with null; on the stream that
+  /// the result will be on.
   using Done = std::function<void(const std::exception_ptr&)>;
 
-  explicit Worker(std::unique_ptr<Exchange> exchange);
+  /// \param threaded whether it has a thread
+  explicit Worker(std::unique_ptr<Exchange> exchange, bool threaded = true);
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
   /// Closes.
@@ -36,15 +42,16 @@ class Worker {
   /// After one failure the ranks are out of step, so all later requests fail
   /// with the same error, without a message.
   ///
-  /// \return a ticket for `outcome`
-  int64_t submit(Request request, Done done);
+  /// \param ticket names the request for `outcome`; ascending
+  void submit(int64_t ticket, Request request, Done done);
 
   /// Every rank's copy of a small CPU tensor, [p, ...]; in order with the
   /// queue, blocks.
   at::Tensor swap(const at::Tensor& tensor, const std::string& what);
 
-  /// Hands over what metrics are made from, after the request has ended well.
-  Outcome outcome(int64_t ticket);
+  /// Hands over what metrics are made from, once, after the request has ended
+  /// well.
+  std::optional<Outcome> outcome(int64_t ticket);
 
   /// Forgets the outcomes of all tickets below this one.
   void forget(int64_t ticket);
@@ -65,6 +72,7 @@ class Worker {
     std::string what;
     std::function<void()> run;
     Done done;
+    Lane::Mark mark;
   };
 
   void push(Job job);
@@ -76,10 +84,13 @@ class Worker {
   std::condition_variable wake_;
   std::deque<Job> queue_;
   std::map<int64_t, Outcome> outcomes_;
-  int64_t tickets_ = 0;
   bool closing_ = false;
   bool busy_ = false;
-  std::exception_ptr failure_; // of the worker's thread only
+  const bool threaded_;
+  // Of the thread only; without one, of whoever holds the lock of `order_`.
+  std::exception_ptr failure_;
+  Lane lane_;
+  std::mutex order_;
   std::thread thread_;
 };
 

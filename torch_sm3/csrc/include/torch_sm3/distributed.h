@@ -5,7 +5,7 @@
 /// Adasum: combine the gradients of several ranks so that parallel gradients
 /// are averaged and orthogonal ones are added (arXiv 2006.02924).
 
-#include <torch_sm3/adasum_mode.h>
+#include <torch_sm3/adasum_options.h>
 #include <torch_sm3/export.h>
 
 #include <ATen/core/Tensor.h>
@@ -88,20 +88,19 @@ TORCH_SM3_API at::Tensor adasum_combine(
     c10::SymIntArrayRef sizes,
     std::optional<at::ScalarType> dtype = std::nullopt);
 
-/// Options of `adasum_all_reduce_`.
-struct AdasumOptions {
-  Mode mode = Mode::tree;
-  /// Factor of the result.
-  double scale = 1.0;
-};
-
 /// Replaces the tensors of every rank by their Adasum; each tensor is a layer.
 ///
 /// Collective: every rank of the group calls it with tensors of equal sizes and
 /// dtypes, and all end with the same bits. Blocks until the tensors are
-/// replaced, at most for the group's timeout per message.
+/// replaced, at most for the timeout per message. On CUDA with NCCL it only
+/// enqueues.
 ///
-/// \param tensors floating-point CPU tensors of any strides
+/// The messages go over `group` itself, so the call takes its place among the
+/// group's other collectives, in the same order on all ranks. A program that
+/// calls it beside others, from another thread, gives it a group of its own.
+///
+/// \param tensors float16, bfloat16, float32, float64 or complex tensors of any
+///                strides, on the CPU or (where built) on CUDA
 /// \param group   the ranks; rank order is part of the result
 /// \param options see AdasumOptions
 TORCH_SM3_API void adasum_all_reduce_(

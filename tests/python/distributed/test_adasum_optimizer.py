@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Delta mode on one rank: arguments, buckets, rounding, sharing, pickling."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.parameter import UninitializedParameter
+
+import torch_sm3
+from torch_sm3 import SM3, AdasumOptimizer, AdasumState, SM3InBackward
+from torch_sm3.distributed._delta_exchange import add
+from torch_sm3.distributed._delta_layers import Layer, Layout, cut
+from torch_sm3.distributed._delta_local import Gradients, GroupValues
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def parameters(*shapes):
+    return [torch.nn.Parameter(torch.randn(*shape)) for shape in shapes]
+
+
+def give_gradients(params):
+    for param in params:
+        param.grad = torch.randn_like(param)
+
+
+def test_public_names():
+    assert torch_sm3.AdasumOptimizer is torch_sm3.distributed.AdasumOptimizer
+    assert "AdasumOptimizer" in torch_sm3.__all__
+    assert "AdasumOptimizer" in torch_sm3.distributed.__all__
+
+
+# --- arguments -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make, options, error, message",
+    [
+        (lambda p: p, {}, TypeError, "a torch.optim.Optimizer, but got list"),
+        (SM3InBackward, {}, ValueError, "such as SM3, but got SM3InBackward"),
+        (
+            lambda p: SM3(p, skip_nonfinite=True),
+            {},
+            ValueError,
+            r"whole=True with SM3\(skip_nonfinite=True\).*'whole'",
+        ),
+        (SM3, {"state": 3}, TypeError, "an AdasumState, but got int"),
+        (
+            SM3,
+            {"combine_every": 0},
+            ValueError,
+            "at least 1, but got 0.*'combine_every'",
+        ),
+        (SM3, {"combine_every": 1.5}, TypeError, "an integer, but got float"),
+        (SM3, {"bucket_bytes": 0}, ValueError, r"at least 1, but got 0 .*bucket_bytes"),
+        (
+            SM3,
+            {"merge": {"a": "min"}},
+            ValueError,
+            "or 'keep' for key 'a'",
+        ),
+        (SM3, {"grad_scaler": 1}, TypeError, "a torch.amp.GradScaler, but got int"),
+    ],
+)
+def test_arguments_are_checked_before_any_message(make, options, error, message):
+    # No process group here: a message would be another error.
+    with pytest.raises(error, match=message):
+        AdasumOptimizer(make(parameters((3,))), **options)
+
+
+def test_a_state_and_a_group_are_one_too_many(group):
+    state = AdasumState()
+    with pytest.raises(ValueError, match="either a state or a process group"):
+        AdasumOptimizer(SM3(parameters((3,))), dist.group.WORLD, state=state)
+    state.close()
+
+
+def test_parameters_without_an_inner_product(group):
+    weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
+    optimizer = torch.optim.SGD([weight, *parameters((3,))], lr=0.1)
+    AdasumOptimizer(optimizer).close()  # frozen: takes no part
+    other = torch.nn.Parameter(torch.zeros(3).to(torch.float8_e5m2))
+    with pytest.raises(TypeError, match=r"bits and more, but got odd of torch\.float8"):
+        AdasumOptimizer(
+            torch.optim.SGD([other], lr=0.1), named_parameters=[("odd", other)]
+        )
+
+
+def test_a_closure_needs_whole(group):
+    optimizer = AdasumOptimizer(torch.optim.SGD(parameters((3,)), lr=0.1))
+    with pytest.raises(ValueError, match=r"whole=True with a closure.*'closure'"):
+        optimizer.step(lambda: torch.tensor(1.0))
+    optimizer.close()
+
+
+def test_use_after_close(group):
+    params = parameters((3,))
+    state = AdasumState(scale=0.5)
+    optimizer = AdasumOptimizer(torch.optim.SGD(params, lr=0.1), state=state)
+    optimizer.close()  # not its own
+    give_gradients(params)
+    optimizer.step()
+    state.close()
+    start = params[0].detach().clone()
+    with pytest.raises(RuntimeError, match=r"close\(\)"):
+        optimizer.step()
+    assert torch.equal(start, params[0])
+
+
+# --- buckets -------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 40),
+            st.sampled_from(
+                [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
+            ),
+        ),
+        max_size=20,
+    ),
+    st.integers(1, 400),
+)
+def test_buckets_hold_every_layer_once_in_order(specs, limit):
+    layers = [
+        Layer(torch.nn.Parameter(torch.zeros(n, dtype=d)), str(i))
+        for i, (n, d) in enumerate(specs)
+    ]
+    buckets = cut(layers, limit)
+    assert sorted(int(x.name) for b in buckets for x in b.layers) == [
+        *range(len(specs))
+    ]
+    for bucket in buckets:
+        numbers = [int(layer.name) for layer in bucket.layers]
+        assert numbers == sorted(numbers)
+        assert bucket.numel * bucket.dtype.itemsize <= limit or len(numbers) == 1
+        for layer in bucket.layers:
+            wide = layer.param.dtype == torch.float64
+            assert bucket.dtype == (torch.float64 if wide else torch.float32)
+
+
+def test_layout_follows_groups_and_keeps_what_is_frozen_later():
+    a, b, c = parameters((2,), (3,), (4,))
+    b.requires_grad_(False)
+    lazy = UninitializedParameter()
+    groups = [{"params": [a, b, lazy]}]
+    layout = Layout({a: "named"}, 1 << 20)
+    assert [x.name for x in layout.refresh(groups)] == ["named"]
+    assert layout.refresh(groups) == []
+    a.requires_grad_(False)
+    b.requires_grad_(True)
+    assert [x.param for x in layout.refresh(groups)] == [b]
+    groups.append({"params": [c], "param_names": ["torch's own"]})
+    assert [x.name for x in layout.refresh(groups)] == ["torch's own"]
+    assert [x.param for x in layout.layers] == [a, b, c]
+    del groups[0]
+    assert layout.refresh(groups) == [] and len(layout.layers) == 1
+
+
+def test_gradients_are_hidden_and_come_back():
+    params = parameters((2,), (3,))
+    give_gradients(params)
+    grads = [p.grad for p in params]
+    with pytest.raises(KeyError), Gradients([{"params": params}]) as gradients:
+        assert all(p.grad is None for p in params)
+        with gradients.of(params[:1]):
+            assert params[0].grad is grads[0] and params[1].grad is None
+            params[0].grad = None  # freed by the step
+        raise KeyError
+    assert params[0].grad is None and params[1].grad is grads[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda g: g.update(lr=0.2),
+        lambda g: g.update(new=1),
+        lambda g: g.pop("betas"),
+        lambda g: g["tensor"].add_(1),
+        lambda g: g.update(tensor=g["tensor"].clone()),
+        lambda g: g["list"].append(1),
+    ],
+)
+def test_changes_of_options_are_seen(change):
+    params = parameters((2,))
+    group = {"params": params, "lr": 0.1, "betas": (0.9, 0.99), "list": []}
+    group["tensor"] = torch.zeros(())
+    before = GroupValues([group])
+    group["params"] = []
+    before.check([group])
+    change(group)
+    with pytest.raises(RuntimeError, match=r"whole=True \(argument 'whole'\)"):
+        before.check([group])
+
+
+# --- rounding ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_sum_is_rounded_to_16_bits_once(dtype):
+    # Just above the middle of 1 and its neighbour; float32 would round to the middle,
+    # and then to 1, which is even.
+    step = torch.finfo(dtype).eps
+    target = torch.ones(2, dtype=dtype)
+    add(target, torch.tensor([step / 2 * (1 + 2**-23), step / 2]))
+    assert target.tolist() == [1 + step, 1.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([torch.float16, torch.bfloat16]))
+def test_sums_are_the_nearest_16_bit_numbers(seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randn(50, generator=generator).to(dtype)
+    size = 10.0 ** float(torch.randint(-6, 3, (), generator=generator))
+    change = size * torch.randn(50, generator=generator)
+    end = start.clone()
+    add(end, change)
+    exact = start.double() + change.double()
+    error = (end.double() - exact).abs()
+    for side in (torch.inf, -torch.inf):
+        other = torch.nextafter(end, torch.full_like(end, side))
+        assert (error <= (other.double() - exact).abs()).all()
+
+
+# --- one rank ------------------------------------------------------------------
+
+
+def test_scale_applies_on_one_rank_too(group):
+    params = parameters((30,))
+    start = params[0].detach().clone()
+    state = AdasumState(scale=0.5)
+    optimizer = AdasumOptimizer(torch.optim.SGD(params, lr=1.0), state=state)
+    params[0].grad = torch.ones(30)
+    optimizer.step()
+    np.testing.assert_allclose(params[0].detach(), start - 0.5, atol=1e-6)
+    state.close()
+
+
+def test_groups_and_state_are_shared_both_ways(group):
+    inner = torch.optim.Adam(parameters((3,)))
+    optimizer = AdasumOptimizer(inner)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state and optimizer.defaults is inner.defaults
+    saved = copy.deepcopy(inner.state_dict())
+    inner.load_state_dict(saved)  # replaces both in the wrapped optimizer
+    assert optimizer.param_groups is inner.param_groups
+    optimizer.param_groups = list(inner.param_groups)
+    assert optimizer.param_groups is inner.param_groups
+    optimizer.close()
+
+
+def test_state_dict_hooks_and_the_wrapped_optimizers_own_dict(group):
+    params = parameters((3,))
+    optimizer = AdasumOptimizer(torch.optim.Adam(params))
+    give_gradients(params)
+    optimizer.step()
+    calls = []
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("before"))
+    optimizer.register_state_dict_post_hook(lambda _, d: {**d, "more": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, d: calls.append(d["more"]))
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("after"))
+    saved = optimizer.state_dict()
+    assert saved.keys() == {"state", "param_groups", "consolidated", "delta", "more"}
+    kept = copy.deepcopy(saved)
+    optimizer.load_state_dict(saved)
+    assert calls == ["before", 1, "after"]
+    assert saved.keys() == kept.keys()
+    other = torch.optim.Adam(parameters((3,)))
+    other.load_state_dict(saved)
+    fresh = AdasumOptimizer(torch.optim.Adam(parameters((3,))))
+    fresh.load_state_dict(other.state_dict())
+    (state,) = fresh.state.values()
+    assert torch.equal(state["exp_avg"], optimizer.state[params[0]]["exp_avg"])
+    for one in (optimizer, fresh):
+        one.close()
+
+
+def test_start_values_of_other_parameters_are_refused(group):
+    params = parameters((3,))
+    state = AdasumState(scale=0.5)
+    optimizer = AdasumOptimizer(
+        torch.optim.SGD(params, 0.1), state=state, combine_every=2
+    )
+    give_gradients(params)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert saved["delta"]["local_steps"] == 1 and len(saved["delta"]["starts"]) == 1
+    other = AdasumOptimizer(
+        torch.optim.SGD(parameters((4,)), 0.1), state=state, combine_every=2
+    )
+    with pytest.raises(ValueError, match=r"shapes \[\(4,\)\], but got \[\(3,\)\]"):
+        other.load_state_dict(saved)
+    state.close()
+
+
+def test_a_new_group_between_combinations_starts_where_it_is(group):
+    a, b = parameters((3,), (4,))
+    state = AdasumState(scale=0.5)
+    optimizer = AdasumOptimizer(torch.optim.SGD([a], 1.0), state=state, combine_every=2)
+    start = [p.detach().clone() for p in (a, b)]
+    a.grad, b.grad = torch.ones(3), torch.ones(4)
+    optimizer.step()
+    optimizer.add_param_group({"params": [b]})
+    optimizer.step()
+    torch.testing.assert_close(a.detach(), start[0] - 1.0)
+    torch.testing.assert_close(b.detach(), start[1] - 0.5)
+    state.close()
+
+
+def test_pickle_and_deepcopy(group):
+    params = parameters((3,), (2, 2))
+    optimizer = AdasumOptimizer(SM3(params, lr=0.1))
+    give_gradients(params)
+    optimizer.step()
+    for again in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        grads = [p.grad for p in params]
+        copies = [p for g in again.param_groups for p in g["params"]]
+        for param, grad in zip(copies, grads, strict=True):
+            param.grad = grad.clone()
+        again.step()
+        assert again.adasum_state.step == 2
+        ours = copy.deepcopy(params)
+        plain = SM3(ours, lr=0.1)
+        plain.load_state_dict(optimizer.state_dict())
+        for param, grad in zip(ours, grads, strict=True):
+            param.grad = grad.clone()
+        plain.step()
+        assert all(map(torch.equal, ours, copies))
+        again.close()
+    optimizer.close()
+
+
+def test_unknown_keys_are_listed_on_one_rank_too(group):
+    params = parameters((3,))
+    optimizer = AdasumOptimizer(torch.optim.NAdam(params))
+    give_gradients(params)
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"none for \['mu_product'\].*'merge'"):
+        optimizer.consolidate_state()
+    optimizer.close()
+
+
+def test_sparse_gradients_are_the_wrapped_optimizers_affair(group):
+    weight = torch.nn.Parameter(torch.ones(5, 2))
+    state = AdasumState(scale=0.5)
+    optimizer = AdasumOptimizer(torch.optim.SGD([weight], lr=1.0), state=state)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    rows = torch.nn.functional.embedding(torch.tensor([1, 1]), weight, sparse=True)
+    scaler.scale(rows.sum()).backward()
+    scaler.step(optimizer)
+    expected = torch.ones(5, 2)
+    expected[1] = 0.0
+    assert torch.equal(weight.detach(), expected)
+    state.close()
