@@ -56,9 +56,11 @@ class Log:
         self._ready = metrics
 
     def leave(self, exchange: Any) -> None:
-        """Take what is known before the exchange goes; drop the running step."""
-        with contextlib.suppress(RuntimeError):
-            self.read(exchange)
+        """Take what is known before the exchange goes; waits for nothing."""
+        if all(result.done() for _, _, result in self._last):
+            # A message that failed has no outcome.
+            with contextlib.suppress(RuntimeError):
+                self.read(exchange)
         self._last, self._running = [], []
 
 
