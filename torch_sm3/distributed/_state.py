@@ -245,7 +245,10 @@ class AdasumState(Bound):
 
     @property
     def algorithm_in_use(self) -> str:
-        """The algorithm for the largest bucket so far; for 25 MiB before the first."""
+        """The algorithm for the largest bucket so far; for 25 MiB before the first.
+
+        ``"all_reduce"``, the backend's, for modes ``"mean"`` and ``"sum"``.
+        """
         return self._reduction.algorithm(self._bound("AdasumState.algorithm_in_use"))
 
     @property
