@@ -109,11 +109,11 @@ def excluded_and_warm_up(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-def parameters_that_drift(rank: int, size: int) -> list[tuple[str, str]]:
-    """Errors of three iterations; before the second, the last rank changes a weight."""
+def parameters_that_drift(rank: int, size: int, every: int) -> list[tuple[str, str]]:
+    """Errors of iterations; before the second, the last rank changes a weight."""
     errors = []
-    with hooked(make_net(), check="full") as (model, _):
-        for step in range(3):
+    with hooked(make_net(), check="full", check_every=every) as (model, _):
+        for step in range(5):
             if step == 1 and rank == size - 1:
                 with torch.no_grad():
                     model.module[2].weight[1, 2] += 1e-6
