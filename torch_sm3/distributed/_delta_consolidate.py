@@ -157,6 +157,10 @@ class _Merger:
 
     def add(self, value: Tensor, rule: str) -> None:
         """Merge a tensor into place."""
+        if hasattr(value, "__tensor_flatten__"):
+            # A quantised tensor of its own type: what is copied into it is quantised.
+            self._add(value.dequantize(), rule, value.copy_)
+            return
         target = real(value)
         self._add(target, rule, target.copy_)
 
