@@ -525,6 +525,19 @@ def merge_rules(rank, world):
     return answers
 
 
+def unlike_states(rank, world):
+    """The same key holds something else on the last rank."""
+    answers = []
+    for odd in (torch.zeros(3), torch.zeros(4, dtype=torch.float64), 1.0, [1]):
+        weight = torch.nn.Parameter(torch.ones(4))
+        optimizer = AdasumOptimizer(torch.optim.SGD([weight], 0.1))
+        value = odd if rank == world - 1 else torch.zeros(4)
+        optimizer.state[weight]["exp_avg"] = value
+        answers.append(caught(optimizer.consolidate_state))
+        optimizer.close()
+    return answers
+
+
 def resume(rank, world):
     """Training in one go, and with a checkpoint of each rank in the middle."""
     ends = {}
@@ -670,6 +683,7 @@ def everything(rank, world):
             consolidation,
             quantised_tensors,
             merge_rules,
+            unlike_states,
             resume,
             local_failure,
             one_rank_has_the_bits_of_the_wrapped_optimizer,

@@ -328,6 +328,18 @@ def test_keys_without_a_rule_are_listed(ranks):
         assert torch.equal(after[0]["mu_product"], (sum(products) / world).float())
 
 
+def test_states_of_other_kinds_are_refused_on_all_ranks(ranks):
+    last = len(ranks) - 1
+    said = ("float32 [3]", "float64 [4]", "a number", "but got list")
+    for rank in ranks:
+        for (kind, message), what in zip(rank["unlike_states"], said, strict=True):
+            if last == 0:
+                assert kind == "nothing"
+                continue
+            assert kind == "RuntimeError" and what in message
+            assert what == "but got list" or f"on rank {last} and" in message
+
+
 def test_adasum_row_10_resumed_delta_mode_has_the_bits_of_undisturbed_training(ranks):
     for rank in ranks:
         for kind, (straight, resumed, steps) in rank["resume"].items():
