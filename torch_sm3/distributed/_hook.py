@@ -22,9 +22,10 @@ def _reduce_gradient(
     binding, reduction = state._bound(_OP), state._reduction
     name = reduction.layers.describe(parameter)
     refuse_sparse(_OP, gradient, name)
-    real = as_real(gradient)
-    layout = reduction.plans.of_bucket(_OP, [parameter], real is not gradient)
-    result = reduction.submit(binding, layout, [real], gradient, f"{_OP}: gradient")
+    layout = reduction.plans.of_bucket(_OP, [parameter])
+    result = reduction.submit(
+        binding, layout, [as_real(gradient)], gradient, f"{_OP}: gradient"
+    )
     result.wait()
     return result
 
@@ -75,14 +76,13 @@ def adasum_hook(
     buffer, parameters = bucket.buffer(), bucket.parameters()
     if buffer.layout is not torch.strided:
         refuse_sparse(_OP, buffer, reduction.layers.describe(parameters[0]))
-    real = as_real(buffer)
-    layout = reduction.plans.of_bucket(_OP, parameters, real is not buffer)
+    layout = reduction.plans.of_bucket(_OP, parameters)
     last = bucket.is_last()
     reduction.largest = max(reduction.largest, buffer.nbytes)
     result = reduction.submit(
         binding,
         layout,
-        [real],
+        [as_real(buffer)],
         buffer,
         f"{_OP}: bucket {bucket.index()}",
         # The first iteration may have a single bucket as large as the model.

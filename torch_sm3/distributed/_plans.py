@@ -65,19 +65,18 @@ class Plans:
         self._by_size: OrderedDict[Any, Any] = OrderedDict()
         self._seen: Any = torch.utils.weak.WeakTensorKeyDictionary()
 
-    def of_bucket(self, op: str, parameters: list[Tensor], pairs: bool) -> Layout:
+    def of_bucket(self, op: str, parameters: list[Tensor]) -> Layout:
         """Return the layout of a bucket, which depends on its parameters only.
 
         Args:
             op: for messages.
             parameters: of the bucket, in its order.
-            pairs: the bucket is complex and counts as pairs of real numbers.
         """
-        key = (pairs, *map(id, parameters))
+        key = tuple(map(id, parameters))
         layout = self._buckets.get(key)
         if layout is None:
-            width = 2 if pairs else 1
-            sizes = [parameter.numel() * width for parameter in parameters]
+            # Complex numbers are pairs of real ones.
+            sizes = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
             layout = self.of_sizes(op, sizes, parameters)
             # An address may be used again once its parameter is gone.
             buckets = self._buckets

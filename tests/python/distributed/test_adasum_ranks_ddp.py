@@ -4,13 +4,7 @@
 import pytest
 import torch
 from helpers import adasum_ranks_ddp as ranks
-from helpers.adasum_expect import assert_adasum, assert_same
-
-
-def sides(results):
-    """Split what each rank returned, pairs of before and after, into two lists."""
-    before, after = zip(*results, strict=True)
-    return list(before), list(after)
+from helpers.adasum_expect import assert_adasum, assert_same, sides
 
 
 def test_every_switch_of_ddp_in_every_iteration(pool):
@@ -119,7 +113,6 @@ def test_adasum_row_25_odd_layouts_and_a_zero_gradient_on_one_rank(pool):
         assert_adasum(after, before)
 
 
-@pytest.mark.xfail(reason="complex gradients are refused as yet", strict=True)
 def test_complex_gradients_are_pairs_of_reals(pool):
     before, after = sides(pool.run(ranks.complex_weight))
     assert_adasum(after, before)

@@ -3,12 +3,7 @@
 
 import pytest
 from helpers import adasum_ranks_state as ranks
-from helpers.adasum_expect import assert_adasum, assert_is_oracle, assert_same, combine
-
-def sides(results):
-    """Split what each rank returned, pairs of before and after, into two lists."""
-    before, after = zip(*results, strict=True)
-    return list(before), list(after)
+from helpers.adasum_expect import assert_adasum, assert_same, sides
 
 
 @pytest.mark.parametrize("options", [{}, {"mode": "psum", "scale": 0.5}])
@@ -40,7 +35,7 @@ def test_shared_state_in_another_order_is_a_header_error(pools, size):
     for name, text, _ in pools(size).run(ranks.shared_state_out_of_order):
         assert name == "RuntimeError"
         assert "expected the same call on all ranks" in text
-        assert "25 elements" in text and "20 elements" in text
+        assert "number of elements" in text and "25" in text and "20" in text
 
 
 def test_a_closed_state_says_so_and_rebinds(pool):
@@ -56,17 +51,17 @@ def test_adasum_row_8_groups_of_some_ranks_in_any_order(pool):
     results = pool.run(ranks.subgroups)
     leaves = [rank["leaf"] for rank in results]
     members = sorted({0, pool.size - 1})
+    backwards = [[found["backwards"]] for found in results]
+    assert_adasum(backwards, [[leaf] for leaf in leaves[::-1]])
+    some = [[leaves[member]] for member in members]
     for rank, found in enumerate(results):
-        assert_is_oracle(found["backwards"], leaves[::-1])
-        assert "got one" not in str(found)
         if rank not in members:
             for call in ("outside", "outside call"):
                 name, text, _ = found[call]
                 assert name == "ValueError" and f"contains rank {rank}" in text
             continue
         for name in ("some", "loaded", "by group"):
-            want = combine([leaves[member] for member in members])
-            assert_same([found[name]], [want])
+            assert_adasum([[found[name]]], some)
         name, text, _ = found["unbound"]
         if len(members) == pool.size and name == "nothing":
             continue

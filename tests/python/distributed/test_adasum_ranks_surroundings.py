@@ -4,13 +4,7 @@
 import pytest
 import torch
 from helpers import adasum_ranks_surroundings as ranks
-from helpers.adasum_expect import assert_adasum, assert_same
-
-
-def sides(results):
-    """Split what each rank returned, pairs of before and after, into two lists."""
-    before, after, *_ = zip(*results, strict=True)
-    return list(before), list(after)
+from helpers.adasum_expect import assert_adasum, assert_same, sides
 
 
 def test_adasum_row_7_scales_of_two_and_clipping_change_no_bit(pool):
@@ -69,16 +63,12 @@ def test_adasum_row_18_collectives_and_messages_of_the_user_in_flight(pool):
     assert_adasum(after, before)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "optimize",
     [
         "ddp_optimizer",
         "no_optimization",
-        pytest.param(
-            "python_reducer",
-            marks=pytest.mark.xfail(reason="the hook knows buckets only", strict=True),
-        ),
     ],
 )
 def test_adasum_row_21_compiled_ddp_gives_the_same_bits(pools, size, optimize):

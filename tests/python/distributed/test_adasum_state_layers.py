@@ -98,19 +98,18 @@ def test_what_does_not_pickle_says_so(net):
 def test_plans_are_kept_by_parameters(net):
     plans = Plans(Options(), Layers(OP))
     first, second = list(net[0].parameters()), list(net[1].parameters())
-    layout = plans.of_bucket(OP, first, False)
-    assert plans.of_bucket(OP, list(first), False) is layout
-    assert plans.of_bucket(OP, second, False) is not layout
-    assert plans.of_bucket(OP, first[::-1], False) is not layout
-    assert plans.of_bucket(OP, first, True) is not layout
+    layout = plans.of_bucket(OP, first)
+    assert plans.of_bucket(OP, list(first)) is layout
+    assert plans.of_bucket(OP, second) is not layout
+    assert plans.of_bucket(OP, first[::-1]) is not layout
     assert [id(p) for p in plans.parameters()] == [id(p) for p in first + second]
 
 
 def test_plans_of_parameters_that_are_gone_are_dropped():
     plans = Plans(Options(), Layers(OP))
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
-    plans.of_bucket(OP, weights, False)
-    plans.of_bucket(OP, weights[:2], False)
+    plans.of_bucket(OP, weights)
+    plans.of_bucket(OP, weights[:2])
     del weights[2]
     gc.collect()
     assert len(plans._buckets) == 1
