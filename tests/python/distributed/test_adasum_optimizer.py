@@ -86,6 +86,13 @@ def test_a_state_and_a_group_are_one_too_many(group):
     state.close()
 
 
+def test_what_is_combined_already_is_refused(group):
+    optimizer = AdasumOptimizer(SM3(parameters((3,))))
+    with pytest.raises(ValueError, match="one rank, but got another AdasumOptimizer"):
+        AdasumOptimizer(optimizer)
+    optimizer.close()
+
+
 def test_parameters_without_an_inner_product(group):
     weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
     optimizer = torch.optim.SGD([weight, *parameters((3,))], lr=0.1)
