@@ -63,6 +63,12 @@ METHODS = {
     "sm3": Method(
         "SM3, delta mode", lambda params, lr: torch_sm3.SM3(params, lr=lr), True, 0.1
     ),
+    "sm3 momentum": Method(
+        "SM3 momentum 0.9, delta mode",
+        lambda params, lr: torch_sm3.SM3(params, lr=lr, momentum=0.9),
+        True,
+        0.2,
+    ),
     "adam": Method(
         "Adam, delta mode",
         lambda params, lr: torch.optim.Adam(params, lr=lr, fused=True),

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import signal
 import time
 from datetime import timedelta
 
@@ -486,6 +488,27 @@ def consolidation(rank, world):
     return answers
 
 
+def quantised_tensors(rank, world):
+    """State in torchao's 8-bit tensors, which decode what they stand for."""
+    try:
+        from torchao.optim.subclass_8bit import OptimState8bit
+    except ImportError:
+        return None
+    weight = torch.nn.Parameter(torch.ones(8, 512))
+    optimizer = AdasumOptimizer(torch.optim.SGD([weight], 0.1))
+    generator = torch.Generator().manual_seed(rank)
+    for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        values = torch.randn(8, 512, generator=generator)
+        state = OptimState8bit.zeros((8, 512), signed=signed)
+        optimizer.state[weight][key] = state.copy_(values if signed else values**2)
+    kept = optimizer.state[weight]
+    before = {key: value.dequantize() for key, value in kept.items()}
+    optimizer.consolidate_state()
+    after = {key: value.dequantize() for key, value in kept.items()}
+    optimizer.close()
+    return before, after
+
+
 def merge_rules(rank, world):
     """Keys that nobody knows, with and without a rule."""
     answers = []
@@ -498,6 +521,19 @@ def merge_rules(rank, world):
         before = states_of(optimizer)
         failure = caught(optimizer.consolidate_state)
         answers.append((failure, before, states_of(optimizer)))
+        optimizer.close()
+    return answers
+
+
+def unlike_states(rank, world):
+    """The same key holds something else on the last rank."""
+    answers = []
+    for odd in (torch.zeros(3), torch.zeros(4, dtype=torch.float64), 1.0, [1]):
+        weight = torch.nn.Parameter(torch.ones(4))
+        optimizer = AdasumOptimizer(torch.optim.SGD([weight], 0.1))
+        value = odd if rank == world - 1 else torch.zeros(4)
+        optimizer.state[weight]["exp_avg"] = value
+        answers.append(caught(optimizer.consolidate_state))
         optimizer.close()
     return answers
 
@@ -582,6 +618,29 @@ def local_failure(rank, world):
     return answers
 
 
+def lose_a_peer(rank, world, how):
+    """The last rank dies or falls silent between two steps of the others."""
+    params = list(make_net().parameters())
+    state = AdasumState(timeout=timedelta(seconds=4))
+    optimizer = AdasumOptimizer(
+        torch.optim.Adam(params, 0.01), state=state, bucket_bytes=SMALL
+    )
+    backward(params, rank, 0)
+    optimizer.step()
+    if rank == world - 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(12)  # alive, but it never calls
+        return None
+    start = copies(params)
+    begin = time.monotonic()
+    failure = caught(optimizer.step)
+    again = caught(optimizer.step)
+    closing = caught(state.close)
+    taken = time.monotonic() - begin
+    return failure, again, closing, taken, all(map(torch.equal, start, params))
+
+
 def one_rank_has_the_bits_of_the_wrapped_optimizer(rank, world):
     """Groups of one rank each: nothing is combined."""
     group = dist.new_subgroups(1)[0]
@@ -622,7 +681,9 @@ def everything(rank, world):
             start_values,
             group_values,
             consolidation,
+            quantised_tensors,
             merge_rules,
+            unlike_states,
             resume,
             local_failure,
             one_rank_has_the_bits_of_the_wrapped_optimizer,

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from torch_sm3.distributed._delta_layers import Layer
 from torch_sm3.distributed._delta_merge import check_merge
+from torch_sm3.distributed._delta_shared import SharingOptimizer
 from torch_sm3.distributed._state import AdasumState
 from torch_sm3.optim._in_backward import SM3InBackward
 from torch_sm3.optim._sm3 import SM3
@@ -34,6 +35,9 @@ def check_optimizer(optimizer: Any, whole: bool) -> None:
     if not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
         raise TypeError(_mismatch("a torch.optim.Optimizer", kind, "optimizer"))
+    if isinstance(optimizer, SharingOptimizer):
+        expected = "an optimizer of one rank"
+        raise ValueError(_mismatch(expected, "another AdasumOptimizer", "optimizer"))
     if isinstance(optimizer, SM3InBackward):
         expected = "an optimizer whose step is all in step(), such as SM3"
         raise ValueError(_mismatch(expected, "SM3InBackward", "optimizer"))

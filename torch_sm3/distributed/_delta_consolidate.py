@@ -42,7 +42,7 @@ def consolidate(
 
     Raises:
         ValueError: for keys without a rule, on every rank.
-        RuntimeError: if ranks hold tensors of different shapes under one key.
+        RuntimeError: if ranks hold tensors of unlike shapes or dtypes under one key.
     """
     params = [p for g in optimizer.param_groups for p in g["params"]]
     own = [_describe(optimizer.state.get(param)) for param in params]
@@ -57,32 +57,38 @@ def consolidate(
     for index, param in enumerate(params):
         entries = [rank["entries"][index] for rank in everyone]
         for key in sorted(set().union(*entries)):
-            if rules[key] == "keep":
-                continue
-            found = {r: entry[key] for r, entry in enumerate(entries) if key in entry}
-            _check_alike(op, index, key, found)
-            what = next(iter(found.values()))
-            state = optimizer.state[param]
-            if "number" in what:
-                state[key] = _number([d["number"] for d in found.values()], rules[key])
-                continue
-            if key not in state or state[key] is None:
-                state[key] = _zeros(what, param)
-            if _is_quantised(key, what):
-                merger.add_quantised(state, key, "momentum_scale", entries)
-            elif not _is_scale(key, entries):
-                merger.add(state[key], rules[key])
+            if rules[key] != "keep":
+                found = {r: e[key] for r, e in enumerate(entries) if key in e}
+                _check_alike(op, index, key, found)
+                described = list(found.values())
+                _queue(optimizer, param, key, rules[key], described, merger)
     merger.finish()
 
 
-def _is_scale(key: str, entries: Sequence[Entry]) -> bool:
-    """Tell whether a key is the other half of a quantised buffer."""
-    buffers = [e["momentum_buffer"] for e in entries if "momentum_buffer" in e]
-    return key == "momentum_scale" and _is_quantised("momentum_buffer", buffers[0])
-
-
-def _is_quantised(key: str, what: Described) -> bool:
-    return key == "momentum_buffer" and what.get("dtype") == "torch.int8"
+def _queue(
+    optimizer: Optimizer,
+    param: Tensor,
+    key: str,
+    rule: str,
+    described: Sequence[Described],
+    merger: _Merger,
+) -> None:
+    """Merge one value, or queue it for the next message."""
+    state = optimizer.state[param]
+    if "number" in described[0]:
+        numbers = [what["number"] for what in described]
+        mean = sum(numbers) / len(numbers)
+        state[key] = max(numbers) if rule == "max" else mean
+        return
+    if state.get(key) is None:
+        state[key] = _zeros(described[0], param)
+    codes = state.get("momentum_buffer")
+    is_quantised = codes is not None and codes.dtype == torch.int8
+    if is_quantised and key == "momentum_scale":
+        # Keys come in order: the codes are there, and go with their scales.
+        merger.add_quantised(codes, state[key], param.device)
+    elif not (is_quantised and key == "momentum_buffer"):
+        merger.add(state[key], rule, param.device)
 
 
 def _describe(state: Mapping[str, Any] | None) -> Entry:
@@ -118,8 +124,8 @@ def _exchange(op: str, group: Group, own: dict[str, Any]) -> list[dict[str, Any]
 
 
 def _check_alike(op: str, index: int, key: str, found: dict[int, Described]) -> None:
-    def shape_of(what: Described) -> Any:
-        return what.get("shape", "a number" if "number" in what else what)
+    def kind_of(what: Described) -> str:
+        return "a number" if "number" in what else f"{what['dtype']} {what['shape']}"
 
     first, want = next(iter(found.items()))
     for rank, what in found.items():
@@ -128,16 +134,12 @@ def _check_alike(op: str, index: int, key: str, found: dict[int, Described]) -> 
                 f"{op}: expected a tensor or a number, but got {what['other']} under "
                 f"{key!r} of parameter {index}; pass merge={{{key!r}: 'keep'}}"
             )
-        if shape_of(what) != shape_of(want):
+        if kind_of(what) != kind_of(want):
             raise RuntimeError(
-                f"{op}: expected {key!r} of parameter {index} of equal shape on all "
-                f"ranks, but got {shape_of(what)} on rank {rank} and {shape_of(want)} "
-                f"on rank {first}"
+                f"{op}: expected {key!r} of parameter {index} of equal shape and dtype "
+                f"on all ranks, but got {kind_of(what)} on rank {rank} and "
+                f"{kind_of(want)} on rank {first}"
             )
-
-
-def _number(values: Sequence[float], rule: str) -> float:
-    return max(values) if rule == "max" else sum(values) / len(values)
 
 
 def _zeros(what: Described, param: Tensor) -> Tensor:
@@ -152,31 +154,34 @@ class _Merger:
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        self._devices = {device.type for device in group.handle._device_types}
         self._open: dict[tuple[str, torch.device], list[tuple[Tensor, Any]]] = {}
         self._sizes: dict[tuple[str, torch.device], int] = {}
 
-    def add(self, value: Tensor, rule: str) -> None:
-        """Merge a tensor into place."""
+    def add(self, value: Tensor, rule: str, device: torch.device) -> None:
+        """Merge a tensor into place, over a device where its own has no backend."""
+        if hasattr(value, "__tensor_flatten__"):
+            # A quantised tensor of its own type: what is copied into it is quantised.
+            self._add(value.dequantize(), rule, device, value.copy_)
+            return
         target = real(value)
-        self._add(target, rule, target.copy_)
+        self._add(target, rule, device, target.copy_)
 
     def add_quantised(
-        self, state: dict[str, Any], codes: str, scales: str, entries: Sequence[Entry]
+        self, codes: Tensor, scales: Tensor, device: torch.device
     ) -> None:
         """Merge an int8 buffer by what it stands for, rounded to nearest at the end."""
-        if scales not in state:
-            what = next(e[scales] for e in entries if scales in e)
-            state[scales] = _zeros(what, state[codes])
 
         def write(merged: Tensor) -> None:
             new_codes, new_scales = encode_blocks(merged.float(), None)
-            state[codes].copy_(new_codes)
-            state[scales].copy_(new_scales)
+            codes.copy_(new_codes)
+            scales.copy_(new_scales)
 
-        self._add(decode_blocks(state[codes], state[scales]), "mean", write)
+        self._add(decode_blocks(codes, scales), "mean", device, write)
 
-    def _add(self, value: Tensor, rule: str, write: Any) -> None:
-        key = rule, value.device
+    def _add(self, value: Tensor, rule: str, device: torch.device, write: Any) -> None:
+        # Step counts may live on the CPU where the group is NCCL's alone.
+        key = rule, value.device if value.device.type in self._devices else device
         self._open.setdefault(key, []).append((value, write))
         self._sizes[key] = self._sizes.get(key, 0) + value.numel()
         if self._sizes[key] >= _CHUNK:
@@ -188,10 +193,10 @@ class _Merger:
             self._merge(key)
 
     def _merge(self, key: tuple[str, torch.device]) -> None:
-        rule, _ = key
+        rule, device = key
         parts = self._open.pop(key)
         del self._sizes[key]
-        flat = torch.cat([value.flatten().double() for value, _ in parts])
+        flat = torch.cat([x.flatten().to(device, torch.float64) for x, _ in parts])
         op = dist.ReduceOp.MAX if rule == "max" else dist.ReduceOp.SUM
         dist.all_reduce(flat, op=op, group=self._group.handle)
         if rule == "mean":

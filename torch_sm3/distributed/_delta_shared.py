@@ -23,8 +23,12 @@ class SharingOptimizer(Optimizer):
         super().__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
-        # All there is: the base class keeps groups and state alone.
-        return dict(self.__dict__)
+        # As in the base class hooks stay behind, and what a schedule has put over step.
+        return {
+            key: value
+            for key, value in self.__dict__.items()
+            if key != "step" and not key.startswith("_optimizer_")
+        }
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

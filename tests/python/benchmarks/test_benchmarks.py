@@ -63,3 +63,12 @@ def test_every_kind_of_trainer_step_is_timed(tmp_path: Path) -> None:
     found = run("trainer_step.py", tmp_path / "f.json")
     assert len(found["seconds"]) == 7
     assert all(len(times) == 3 for times in found["seconds"].values())
+
+
+def test_adasum_takes_fewer_steps_than_the_mean(tmp_path: Path) -> None:
+    picture = tmp_path / "curves.png"
+    found = run(
+        "adasum_convergence.py", tmp_path / "f.json", "--check", f"--png={picture}"
+    )
+    assert {"sgd", "sm3", "adam"} <= set(found["rows"])
+    assert picture.stat().st_size > 0

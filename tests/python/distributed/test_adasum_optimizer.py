@@ -86,6 +86,13 @@ def test_a_state_and_a_group_are_one_too_many(group):
     state.close()
 
 
+def test_what_is_combined_already_is_refused(group):
+    optimizer = AdasumOptimizer(SM3(parameters((3,))))
+    with pytest.raises(ValueError, match="one rank, but got another AdasumOptimizer"):
+        AdasumOptimizer(optimizer)
+    optimizer.close()
+
+
 def test_parameters_without_an_inner_product(group):
     weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
     optimizer = torch.optim.SGD([weight, *parameters((3,))], lr=0.1)
@@ -324,6 +331,8 @@ def test_a_new_group_between_combinations_starts_where_it_is(group):
 def test_pickle_and_deepcopy(group):
     params = parameters((3,), (2, 2))
     optimizer = AdasumOptimizer(SM3(params, lr=0.1))
+    optimizer.register_step_post_hook(lambda *_: None)
+    torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     give_gradients(params)
     optimizer.step()
     for again in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
@@ -342,6 +351,49 @@ def test_pickle_and_deepcopy(group):
         assert all(map(torch.equal, ours, copies))
         again.close()
     optimizer.close()
+
+
+class Flight:
+    """A combination that changes nothing, and tells when it is waited for."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+        log.append(("sent", name))
+
+    def wait(self):
+        self.log.append(("back", self.name))
+
+
+def test_buckets_step_while_others_travel(group, monkeypatch):
+    log = []
+    params = parameters(*[(100,)] * 5)
+    named = {f"{i}": p for i, p in enumerate(params)}
+    state = AdasumState(scale=0.5)
+
+    def all_reduce(op, tensors, names, parameters):
+        assert op == "AdasumOptimizer.step" and parameters[0] is named[names[0]]
+        assert tensors[0].shape == (100,)
+        return Flight(names[0], log)
+
+    class Logged(torch.optim.SGD):
+        def step(self, closure=None):
+            (number,) = (i for i, p in enumerate(params) if p.grad is not None)
+            log.append(("step", f"{number}"))
+            super().step(closure)
+
+    monkeypatch.setattr(state, "_all_reduce", all_reduce)
+    optimizer = AdasumOptimizer(
+        Logged(params, lr=1.0), state=state, named_parameters=named, bucket_bytes=400
+    )
+    give_gradients(params)
+    optimizer.step()
+    assert log == [
+        *[("step", "0"), ("sent", "0"), ("step", "1"), ("sent", "1")],
+        *[("step", "2"), ("sent", "2"), ("back", "0")],
+        *[("step", "3"), ("sent", "3"), ("back", "1")],
+        *[("step", "4"), ("sent", "4"), ("back", "2"), ("back", "3"), ("back", "4")],
+    ]
+    state.close()
 
 
 def test_unknown_keys_are_listed_on_one_rank_too(group):

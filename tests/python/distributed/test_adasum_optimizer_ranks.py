@@ -295,6 +295,22 @@ def test_consolidation_reaches_state_that_a_rank_lacks(ranks):
         assert float(rank["consolidation"]["Adam"][1][3]["step"]) == 3.0
 
 
+def test_quantised_tensors_are_merged_by_what_they_stand_for(ranks):
+    if ranks[0]["quantised_tensors"] is None:
+        pytest.skip("torchao is not installed")
+    everyone = [rank["quantised_tensors"] for rank in ranks]
+    for key in ("exp_avg", "exp_avg_sq"):
+        rows = torch.stack([before[key] for before, _ in everyone])
+        wanted = rows.mean(0) if key == "exp_avg" else rows.amax(0)
+        for _, after in everyone:
+            assert torch.equal(after[key], everyone[0][1][key])
+            # Its codes lie 1 % of the largest of a block apart at most.
+            largest = float(wanted.abs().max())
+            torch.testing.assert_close(
+                after[key], wanted, rtol=0.0, atol=0.02 * largest
+            )
+
+
 def test_keys_without_a_rule_are_listed(ranks):
     world = len(ranks)
     for number, rank in enumerate(ranks):
@@ -310,6 +326,18 @@ def test_keys_without_a_rule_are_listed(ranks):
         assert kind == "nothing" and float(after[0]["step"]) == number + 1
         products = [r["merge_rules"][2][1][0]["mu_product"].double() for r in ranks]
         assert torch.equal(after[0]["mu_product"], (sum(products) / world).float())
+
+
+def test_states_of_other_kinds_are_refused_on_all_ranks(ranks):
+    last = len(ranks) - 1
+    said = ("float32 [3]", "float64 [4]", "a number", "but got list")
+    for rank in ranks:
+        for (kind, message), what in zip(rank["unlike_states"], said, strict=True):
+            if last == 0:
+                assert kind == "nothing"
+                continue
+            assert kind == "RuntimeError" and what in message
+            assert what == "but got list" or f"on rank {last} and" in message
 
 
 def test_adasum_row_10_resumed_delta_mode_has_the_bits_of_undisturbed_training(ranks):
@@ -350,3 +378,16 @@ def test_a_failure_in_one_ranks_step_is_an_error_on_all(ranks):
 def test_one_rank_has_the_bits_of_the_wrapped_optimizer(ranks):
     for rank in ranks:
         assert all(rank["one_rank_has_the_bits_of_the_wrapped_optimizer"].values())
+
+
+@pytest.mark.parametrize("how", ["killed", "silent"])
+def test_a_lost_rank_is_an_error_on_the_others(how):
+    function = adasum_delta_ranks.lose_a_peer
+    *others, _ = run_ranks(3, function, how, timeout=120, may_die=(2,))
+    for (kind, message), (again, _), (closing, _), taken, untouched in others:
+        assert kind == again == "DistBackendError"
+        assert "AdasumOptimizer.step" in message
+        assert closing == "nothing"
+        # The timeout of the state is 4 s.
+        assert taken < 60
+        assert untouched
