@@ -243,9 +243,7 @@ def test_excluded_layers_get_the_mean(p, sizes, dtype, seed, data):
         parts = zip(layers_of(stack, sizes), layers_of(result, sizes), means)
         for rows, found, excluded in parts:
             mode = "mean" if excluded else "tree"
-            assert_near_oracle(
-                rows, found, [rows.shape[1]], algorithm, mode, scale=0.5
-            )
+            assert_near_oracle(rows, found, [rows.shape[1]], algorithm, mode, scale=0.5)
 
 
 @examples(20)
