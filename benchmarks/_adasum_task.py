@@ -160,7 +160,7 @@ def curve(simulation: Simulation, limit: int) -> list[float]:
     smooth: list[float] = []
     for _ in range(limit):
         loss = simulation.step()
-        if not math.isfinite(loss) or loss > 50.0:
+        if not math.isfinite(loss):
             break
         smooth.append(KEEP * smooth[-1] + (1 - KEEP) * loss if smooth else loss)
         if smooth[-1] < TARGET:

@@ -75,6 +75,7 @@ consumer_works() {
     env -u LD_LIBRARY_PATH ./consumer grid16.pt 5 trained.pt >losses
     python "$root/tests/consumer/model.py" compare grid16.pt 5 trained.pt <losses
     env -u LD_LIBRARY_PATH ./modules
+    env -u LD_LIBRARY_PATH ./adasum
     python "$root/tests/consumer/model.py" make-trainer trainer.pt
     env -u LD_LIBRARY_PATH ./consumer trainer.pt 5 trained.pt >losses
     python "$root/tests/consumer/model.py" compare trainer.pt 5 trained.pt <losses

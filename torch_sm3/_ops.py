@@ -234,11 +234,13 @@ def adasum_all_reduce_(
     tensors: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
     mode: str = "tree",
-    *,
+    algorithm: str = "auto",
     scale: float = 1.0,
 ) -> None:
     """Replace tensors by their Adasum over a group, on that group itself."""
-    _ops.adasum_all_reduce_.process_group(tensors, group.boxed(), mode, scale=scale)
+    _ops.adasum_all_reduce_.process_group(
+        tensors, group.boxed(), mode, algorithm, scale
+    )
 
 
 def adasum_plan(

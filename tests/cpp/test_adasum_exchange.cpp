@@ -248,6 +248,32 @@ TEST(Hash, NamesTheRankAndTheLayerOfAFlippedBit) {
       "rank 2 in layer 'b' [");
 }
 
+TEST(Fingerprint, OtherCodeMayNotComputeTheSameResultTwice) {
+  Transports transports = loopback_transports(2, 60s);
+  Exchange exchange(std::move(transports[0]));
+  Fingerprint stranger;
+  stranger.alike_on_cpu = false;
+  exchange.recognise(stranger, 0);
+  Plan plan(Layout({6}));
+  EXPECT_NE(exchange.algorithm(plan, c10::kCPU, 24, "op"), Algorithm::pair);
+  EXPECT_EQ(exchange.algorithm(plan, c10::kCUDA, 24, "op"), Algorithm::pair);
+  plan.algorithm = Algorithm::pair;
+  EXPECT_THROW(exchange.algorithm(plan, c10::kCPU, 24, "op"), c10::ValueError);
+}
+
+TEST(Fingerprint, RanksPerMachineCountOnlyWhereTheyAreEqual) {
+  for (const bool equal : {true, false}) {
+    expect_no_errors(on_all_ranks(
+        loopback_transports(3, 60s),
+        [&](int rank, std::unique_ptr<Transport> transport) {
+          Exchange exchange(std::move(transport));
+          exchange.introduce(equal ? 2 : 1 + rank / 2, "introduction");
+          EXPECT_EQ(exchange.fingerprint().local_world_size, equal ? 2 : 0);
+          EXPECT_TRUE(exchange.fingerprint().alike_on_cpu);
+        }));
+  }
+}
+
 TEST(Exchange, OneRankKeepsItsBits) {
   Exchange exchange(std::move(loopback_transports(1, 60s)[0]));
   const at::Tensor x = at::full({5}, std::numeric_limits<float>::quiet_NaN());

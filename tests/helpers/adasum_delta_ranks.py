@@ -15,7 +15,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from helpers.adasum_ranks import batch, caught, loss_of, make_net
 
 from torch_sm3 import SM3, AdasumOptimizer, AdasumState
 
@@ -35,6 +34,35 @@ KINDS = {
         {"lr": 0.1, "momentum": 0.9, "momentum_dtype": torch.int8, "beta2": 0.9},
     ),
 }
+
+
+def make_net():
+    torch.manual_seed(11)
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, 200),
+        torch.nn.ReLU(),
+        torch.nn.Linear(200, 150),
+        torch.nn.Tanh(),
+        torch.nn.Linear(150, 7, bias=False),
+    )
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(8, 16, generator=generator)
+
+
+def loss_of(model, x):
+    return model(x).square().sum()
+
+
+def caught(call):
+    """Return what ``call`` raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
 
 
 def copies(params):
@@ -108,6 +136,33 @@ def modes(rank, world):
         assert state.step == 2
         state.close()
     return seen
+
+
+def options_of_the_state(rank, world):
+    """Warm-up, layers that get the mean, metrics by name, and a look at all bits."""
+    named = dict(make_net().named_parameters())
+    params = list(named.values())
+    state = AdasumState(
+        warmup_steps=1,
+        exclude="0.bias",
+        named_parameters=named,
+        metrics=True,
+        check="full",
+    )
+    optimizer = AdasumOptimizer(
+        torch.optim.Adam(params, 0.01), state=state, bucket_bytes=SMALL
+    )
+    twin = Twin(params, torch.optim.Adam, {"lr": 0.01})
+    seen = follow(params, optimizer, twin, rank, range(2))
+    layers = state.metrics().layers if world > 1 else {}
+    answers = seen, sorted(layers), state.step
+    if rank == world - 1:
+        with torch.no_grad():
+            params[0][0, 0] += 1e-3
+    backward(params, rank, 2)
+    failure = caught(optimizer.step)
+    state.close()
+    return *answers, failure
 
 
 def dtypes(rank, world):
@@ -348,7 +403,7 @@ def start_values(rank, world):
     other = {name: p for name, p in make_net().named_parameters()}
     if rank == world - 1:
         with torch.no_grad():
-            other["body.4.weight"][0, 3] += 1e-3
+            other["4.weight"][0, 3] += 1e-3
     params = list(other.values())
     answers["at construction"] = caught(
         lambda: AdasumOptimizer(
@@ -554,6 +609,7 @@ def everything(rank, world):
         for function in (
             rule,
             modes,
+            options_of_the_state,
             dtypes,
             windows,
             closures,

@@ -39,7 +39,7 @@ class CheckpointedDelta(SharingOptimizer):
         self._owns_state = state is None
         #: What combines the updates.
         self.adasum_state = AdasumState(process_group) if state is None else state
-        self._group = Group(self.adasum_state, process_group)
+        self._group = Group(self.adasum_state)
         self._layout = Layout(names, bucket_bytes)
         # Since the last combination: steps, and the parameters before the first.
         self._local_steps = 0

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torch_sm3 import _ops
-from torch_sm3.distributed._all_reduce import adasum_all_reduce
 from torch_sm3.distributed._delta_layers import Bucket, real
 from torch_sm3.distributed._state import AdasumState
 
@@ -58,7 +57,8 @@ class Flights:
             changes.append(change)
             at += start.numel()
         restore(bucket.params, starts)
-        future = adasum_all_reduce(changes, state=self._state, async_op=True)
+        names = [layer.name for layer in bucket.layers]
+        future = self._state._all_reduce(self._op, changes, names, bucket.params)
         self._queue.append((bucket, changes, future))
         while len(self._queue) > _IN_FLIGHT:
             self._land()
@@ -87,5 +87,6 @@ def add(target: Tensor, change: Tensor) -> None:
         return
     rows = torch.stack([target.to(change.dtype).flatten(), change.flatten()])
     ones = torch.ones(1, 2, dtype=torch.float64, device=rows.device)
-    total = _ops.adasum_combine(rows, ones, [rows.shape[1]])
+    # Exact in float64, and from there to 16 bits directly.
+    total = _ops.adasum_combine(rows, ones, [rows.shape[1]], dtype=target.dtype)
     target.copy_(total.view(target.shape))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -11,26 +10,28 @@ from torch_sm3.distributed._state import AdasumState
 
 
 class Group:
-    """The process group behind a state.
+    """The process group behind a state, which may come, go and change.
 
     Args:
         state: the state.
-        handle: the user's process group, the default one if None.
     """
 
-    def __init__(self, state: AdasumState, handle: dist.ProcessGroup | None) -> None:
+    def __init__(self, state: AdasumState) -> None:
         self._state = state
-        self._handle = handle
 
     @property
-    def handle(self) -> dist.ProcessGroup | None:
-        """The user's process group, None for the default one."""
-        return self._handle
+    def handle(self) -> dist.ProcessGroup:
+        """The user's process group; RuntimeError where the state is closed."""
+        # An unpickled state finds the default group at its first use.
+        self._state._bound("AdasumOptimizer")
+        group = self._state.process_group
+        assert group is not None, "a bound state has a group"
+        return group
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return dist.get_world_size(self._handle)
+        return dist.get_world_size(self.handle)
 
     def swap(self, own: Tensor, what: str) -> Tensor:
         """Return a small CPU tensor of every rank, stacked; collective.
@@ -39,6 +40,4 @@ class Group:
             own: of equal shape on all ranks.
             what: of messages.
         """
-        rows = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(rows, own, group=self._handle)
-        return torch.stack(rows)
+        return self._state._swap(own, what)

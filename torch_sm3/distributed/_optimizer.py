@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
@@ -20,6 +19,7 @@ from torch_sm3.distributed._delta_consolidate import consolidate
 from torch_sm3.distributed._delta_exchange import Flights, restore, starts_of
 from torch_sm3.distributed._delta_local import Gradients, GroupValues, hooks_once
 from torch_sm3.distributed._delta_scaler import agreed_to_skip
+from torch_sm3.distributed._names import NamedParameters, pairs
 from torch_sm3.distributed._state import AdasumState
 
 _STEP = "AdasumOptimizer.step"
@@ -59,7 +59,7 @@ class AdasumOptimizer(CheckpointedDelta):
         state: an :class:`AdasumState` with other options than the default ones: mode,
             scale, ``exclude``, ``warmup_steps`` apply to the updates. Not together with
             a process group.
-        named_parameters: names for messages and metrics.
+        named_parameters: names for messages and metrics; those of ``state`` if None.
         combine_every: local steps before the updates of all of them are combined. Above
             1 it takes a copy of the parameters, and local steps run whole.
         bucket_bytes: size of a bucket of updates.
@@ -109,7 +109,7 @@ class AdasumOptimizer(CheckpointedDelta):
         process_group: dist.ProcessGroup | None = None,
         *,
         state: AdasumState | None = None,
-        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        named_parameters: NamedParameters | None = None,
         combine_every: int = 1,
         bucket_bytes: int = 64 << 20,
         whole: bool = False,
@@ -128,7 +128,10 @@ class AdasumOptimizer(CheckpointedDelta):
             merge,
             grad_scaler,
         )
-        names = {param: name for name, param in named_parameters or ()}
+        given = pairs("AdasumOptimizer", named_parameters)
+        if state is not None and not given:
+            given = state.named_parameters
+        names = {param: name for name, param in given}
         super().__init__(optimizer, process_group, state, names, bucket_bytes)
         self._combine_every = combine_every
         self._whole = whole
@@ -245,7 +248,7 @@ class AdasumOptimizer(CheckpointedDelta):
 
     def _end_window(self) -> None:
         self._starts, self._local_steps = None, 0
-        self.adasum_state.step += 1
+        self.adasum_state.advance()
 
     def _give_up(self, flights: Flights) -> None:
         """After a failure: let arrive what was sent, and tell the other ranks."""

@@ -112,6 +112,27 @@ def test_mode_and_scale_of_the_state(ranks):
                 torch.testing.assert_close(y.double(), x + change, rtol=0, atol=2e-6)
 
 
+def test_options_of_the_state_apply_to_changes(ranks):
+    everyone = [rank["options_of_the_state"][0] for rank in ranks]
+    world = len(ranks)
+    for number, (starts, _, ends) in enumerate(everyone[0]):
+        for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            leaves = [steps[number][1][index] for steps in everyone]
+            assert all(torch.equal(steps[number][2][index], end) for steps in everyone)
+            if number == 0 or index == 1:
+                change = sum(leaf.double() for leaf in leaves) / world
+                expected = start.double() + change
+                torch.testing.assert_close(end.double(), expected, rtol=0, atol=1e-6)
+            elif world > 1:
+                assert torch.equal(end, start + combine(leaves))
+    names = [name for name, _ in adasum_delta_ranks.make_net().named_parameters()]
+    for rank in ranks:
+        _, layers, steps, (kind, message) = rank["options_of_the_state"]
+        assert steps == 2 and layers == (sorted(names) if world > 1 else [])
+        assert kind == ("RuntimeError" if world > 1 else "nothing"), message
+        assert world == 1 or "0.weight" in message
+
+
 def test_every_dtype_is_rounded_once(ranks):
     assert_rule(ranks, lambda rank: rank["dtypes"][0])
     assert all(rank["dtypes"][1] for rank in ranks)
@@ -186,10 +207,10 @@ def test_start_values_are_compared_or_copied(ranks):
     for rank in ranks:
         answers = rank["start_values"]
         for key, name in (
-            ("at construction", "body.4.weight"),
+            ("at construction", "4.weight"),
             ("new group", "parameter 0 of group 1"),
         ):
-            kind, message, _ = answers[key]
+            kind, message = answers[key]
             if last == 0:
                 assert kind == "nothing"
                 continue
@@ -197,7 +218,7 @@ def test_start_values_are_compared_or_copied(ranks):
             who = f"rank {last}" if key == "at construction" or last == 1 else "ranks 1"
             assert f"got another {name} on {who}" in message
             assert "broadcast=True" in message
-        kind, message, _ = answers["shapes"]
+        kind, message = answers["shapes"]
         assert kind == ("nothing" if last == 0 else "RuntimeError")
         assert last == 0 or f"others on rank {last} (3) than on rank 0 (2)" in message
         first = ranks[0]["start_values"]["repaired"]
@@ -210,7 +231,7 @@ def test_start_values_are_compared_or_copied(ranks):
 
 def test_a_step_that_changes_its_groups_must_be_whole(ranks):
     for rank in ranks:
-        (kind, message, _), untouched, count = rank["group_values"]
+        (kind, message), untouched, count = rank["group_values"]
         if len(ranks) == 1:
             assert kind == "nothing"
         else:
@@ -278,14 +299,14 @@ def test_keys_without_a_rule_are_listed(ranks):
     world = len(ranks)
     for number, rank in enumerate(ranks):
         refused, kept, averaged = rank["merge_rules"]
-        (kind, message, _), before, after = refused
+        (kind, message), before, after = refused
         assert kind == "ValueError" and "['mu_product']" in message
         assert torch.equal(before[0]["exp_avg"], after[0]["exp_avg"])
-        (kind, _, _), before, after = kept
+        (kind, _), before, after = kept
         assert kind == "nothing"
         assert torch.equal(after[0]["mu_product"], before[0]["mu_product"])
         assert float(after[0]["step"]) == world
-        (kind, _, _), before, after = averaged
+        (kind, _), before, after = averaged
         assert kind == "nothing" and float(after[0]["step"]) == number + 1
         products = [r["merge_rules"][2][1][0]["mu_product"].double() for r in ranks]
         assert torch.equal(after[0]["mu_product"], (sum(products) / world).float())
@@ -309,10 +330,10 @@ def test_a_failure_in_one_ranks_step_is_an_error_on_all(ranks):
         pytest.skip("one rank fails alone")
     *others, last = [rank["local_failure"] for rank in ranks]
     for whole in (False, True):
-        kind, message, _ = last[whole][0]
+        kind, message = last[whole][0]
         assert kind == "RuntimeError" and message == "out of luck"
         for answer in others:
-            (kind, message, _), taken, *_ = answer[whole]
+            (kind, message), taken, *_ = answer[whole]
             assert kind == "DistBackendError", message
             # Told, not timed out: the timeout is 20 s.
             assert taken < 15

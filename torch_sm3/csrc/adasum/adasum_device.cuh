@@ -6,10 +6,10 @@
 
 #if defined(__CUDACC__)
 #define TORCH_SM3_UNROLL_ALL _Pragma("unroll")
-#define TORCH_SM3_UNROLL_TWICE _Pragma("unroll 2")
+#define TORCH_SM3_UNROLL_SOME _Pragma("unroll (kUnroll)")
 #else
 #define TORCH_SM3_UNROLL_ALL
-#define TORCH_SM3_UNROLL_TWICE
+#define TORCH_SM3_UNROLL_SOME
 #endif
 
 namespace torch_sm3::distributed::cuda {

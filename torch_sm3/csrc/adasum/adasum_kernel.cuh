@@ -114,6 +114,8 @@ __global__ void __launch_bounds__(kDotsThreads) dots(
     const bool* flags,
     double* partial) {
   constexpr int kPairs = kTriangle ? kEdge * (kEdge + 1) / 2 : kEdge * kEdge;
+  // Loads on their way at a time: few rows leave registers for more.
+  [[maybe_unused]] constexpr int kUnroll = kEdge == 2 ? 4 : 2;
   __shared__ double strips[kStripsPerTile][kPairs];
   const int64_t tile = blockIdx.x;
   if (flags != nullptr && !flags[tiles.layer[tile]]) {
@@ -141,7 +143,7 @@ __global__ void __launch_bounds__(kDotsThreads) dots(
   const int64_t size = tiles.size[tile];
   const int64_t end = (strip + 1) * kStrip < size ? (strip + 1) * kStrip : size;
   Lane<A> sums[kPairs];
-  TORCH_SM3_UNROLL_TWICE
+  TORCH_SM3_UNROLL_SOME
   for (int64_t e = strip * kStrip + lane; e < end; e += kLanes) {
     A a[kEdge];
     A b[kEdge];

@@ -41,6 +41,7 @@ static void combine_steps(
     Register<double> sums[kSums] = {};
     for (int64_t i = 0; i < tile.p; ++i) {
       const T* row = static_cast<const T*>(tile.rows[i]) + tile.start + e;
+      fetch<kStep>(row);
       const Register<double> c = zero + coefficients[i];
       const Register<double> scale = zero + (kScaled ? tile.scales[i] : 1.0);
 #pragma GCC unroll 8

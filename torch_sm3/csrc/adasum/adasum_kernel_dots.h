@@ -81,20 +81,6 @@ struct Chunk {
   }
 };
 
-/// Fetches the elements of one row of lanes that will be wanted some lines
-/// later: a pass over some of the lanes skips lines, which the hardware's own
-/// prefetching does not foresee.
-template <class T>
-TORCH_SM3_ALWAYS void fetch(const T* place) {
-  constexpr int64_t kLine = 64;
-  constexpr int64_t kAhead = 2048;
-  constexpr int64_t kBytes = kLanes * static_cast<int64_t>(sizeof(T));
-#pragma GCC unroll 8
-  for (int64_t line = 0; line < kBytes; line += kLine) {
-    __builtin_prefetch(reinterpret_cast<const char*>(place) + kAhead + line);
-  }
-}
-
 /// Adds to the lanes of the pairs of kRows rows from `i` and kColumns rows from
 /// `j`; with kTriangle, j = i and each pair counts once. `count` is a multiple
 /// of kLanes.
@@ -141,9 +127,10 @@ static void multiply_block(
     }
     for (int64_t e = first; e < count; e += kLanes) {
       if (kTriangle && first == 0) {
+        // All lanes, though this pass may take some of them only.
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
-          fetch(x[r] + e);
+          fetch<kLanes>(x[r] + e);
         }
       }
 #pragma GCC unroll 8

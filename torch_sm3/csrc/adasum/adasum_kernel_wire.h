@@ -34,24 +34,38 @@ struct BitsOf<BFloat16> {
   static constexpr Type kInfinity = 0x7f80u;
 };
 
-// Magnitudes are in the order of their bits.
+// Magnitudes are in the order of their bits. Lanes of their own, so that the
+// compiler takes registers of them.
 template <class T>
 static Largest largest_of(const T* in, int64_t size) {
   using Bits = typename BitsOf<T>::Type;
   constexpr Bits kInfinity = BitsOf<T>::kInfinity;
   constexpr Bits kMagnitude = static_cast<Bits>(~Bits{0}) >> 1;
-  Bits any = 0, finite = 0;
-  for (int64_t e = 0; e < size; ++e) {
-    Bits bits;
-    __builtin_memcpy(&bits, in + e, sizeof(bits));
+  constexpr int kCount = kVectorBytes / static_cast<int>(sizeof(T));
+  using Vector = VectorOf<Bits, kCount>;
+  Vector any = {}, finite = {};
+  const auto look = [&](Vector bits) {
     bits &= kMagnitude;
-    const Bits kept = bits < kInfinity ? bits : Bits{0};
+    const Vector kept = bits < kInfinity ? bits : Vector{};
     any = bits > any ? bits : any;
     finite = kept > finite ? kept : finite;
+  };
+  const int64_t whole = size - size % kCount;
+  for (int64_t e = 0; e < whole; e += kCount) {
+    fetch<kCount>(in + e);
+    look(read<Vector>(in + e));
+  }
+  T rest[kCount] = {};
+  __builtin_memcpy(rest, in + whole, (size - whole) * sizeof(T));
+  look(read<Vector>(rest));
+  Bits most = 0, most_finite = 0;
+  for (int k = 0; k < kCount; ++k) {
+    most = any[k] > most ? any[k] : most;
+    most_finite = finite[k] > most_finite ? finite[k] : most_finite;
   }
   T value;
-  __builtin_memcpy(&value, &finite, sizeof(value));
-  return {to_double(value), any < kInfinity};
+  __builtin_memcpy(&value, &most_finite, sizeof(value));
+  return {to_double(value), most < kInfinity};
 }
 
 static Largest largest(const void* in, ScalarKind kind, int64_t size) {
@@ -71,6 +85,7 @@ template <class T, class O>
 static void rescale_to(const T* in, int64_t size, double factor, O* out) {
   const int64_t whole = size - size % kStep;
   for (int64_t e = 0; e < whole; e += kStep) {
+    fetch<kStep>(in + e);
     Register<double> x[kSums];
 #pragma GCC unroll 8
     for (int k = 0; k < kSums; ++k) {
