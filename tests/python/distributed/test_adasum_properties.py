@@ -202,15 +202,17 @@ def test_isometries_commute(kind, p, size, seed):
     isometry = torch.from_numpy(np.linalg.qr(draw.normal(size=(size, size)))[0])
     turned = combine(stack @ isometry.T)
     want = isometry @ combine(stack)
-    # The turned leaves are rounded as well.
+    # Both sides have their noise. The turned leaves are rounded besides, and what
+    # a leaf is off by is amplified like what an inner product is off by.
+    noise = noise_of(stack)
     rounded = (size + 8) * ETA * stack.norm(dim=1).sum()
-    limit = 2 * noise_of(stack) * size + rounded
+    limit = (2 + size / (8 * p)) * noise + rounded
     assert (turned - want).norm() <= limit
-    # Signs and the order of the elements change inner products by rounding only.
+    # Signs and the order of the elements are an isometry without any rounding.
     order = torch.from_numpy(draw.permutation(size))
     signs = torch.from_numpy(draw.choice([-1.0, 1.0], size))
     swapped = combine((stack * signs)[:, order])
-    assert (swapped - (combine(stack) * signs)[order]).norm() <= limit
+    assert (swapped - (combine(stack) * signs)[order]).norm() <= 2 * noise
 
 
 @pytest.mark.parametrize("kind", CLASSES)
