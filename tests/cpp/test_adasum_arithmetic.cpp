@@ -323,6 +323,23 @@ TEST(AdasumWire, FindsTheLargestFiniteNumber) {
   }
 }
 
+TEST(AdasumHash, IsTheSameForEveryInstructionSet) {
+  const Stack stack = Stack::random(1, 1000, ScalarKind::kFloat32);
+  std::vector<char> data(4000);
+  std::memcpy(data.data(), stack.tile().rows[0], data.size());
+  for (const int64_t last : {3, 8, 100, 499}) {
+    uint64_t want = 0;
+    for (int64_t word = 3; word < last; ++word) {
+      uint64_t bits = 0;
+      std::memcpy(&bits, data.data() + word * 8, sizeof(bits));
+      want += hash_word(bits, word);
+    }
+    for (const AdasumKernels* kernels : all_kernels()) {
+      EXPECT_EQ(kernels->hash(data.data(), 3, last), want);
+    }
+  }
+}
+
 TEST(AdasumScales, ExponentsAreThoseOfFrexp) {
   for (const double x :
        {1.0, 0.75, 2.0, 3e300, 5e-324, 0x1p-1022, 0x1.8p-1030, -7.0}) {

@@ -26,16 +26,6 @@ double encode_tile(const void* in, ScalarKind from, int64_t size, void* out) {
   return power_of_two(shift);
 }
 
-uint64_t hash_words(const char* data, int64_t first, int64_t last) {
-  uint64_t sum = 0;
-  for (int64_t word = first; word < last; ++word) {
-    uint64_t bits;
-    std::memcpy(&bits, data + word * kWord, kWord);
-    sum += hash_word(bits, word);
-  }
-  return sum;
-}
-
 } // namespace
 
 void encode_float16_cpu(
@@ -134,7 +124,8 @@ uint64_t hash_cpu(const void* data, int64_t bytes) {
   constexpr int64_t kWords = kHashedBytes / kWord;
   std::atomic<uint64_t> sum = 0;
   in_parallel(pieces, bytes, [&](int64_t first, int64_t last) {
-    sum += hash_words(begin, first * kWords, std::min(last * kWords, words));
+    sum += adasum_kernels().hash(
+        data, first * kWords, std::min(last * kWords, words));
   });
   uint64_t rest = 0;
   if (words * kWord < bytes) {

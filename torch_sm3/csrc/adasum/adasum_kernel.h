@@ -94,6 +94,10 @@ struct AdasumKernels {
       double factor,
       void* out,
       ScalarKind to);
+
+  /// Adds the hashes of the words first <= k < last of a buffer; see
+  /// `hash_word`.
+  uint64_t (*hash)(const void* data, int64_t first, int64_t last);
 };
 
 namespace scalar {

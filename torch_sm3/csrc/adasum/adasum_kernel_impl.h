@@ -15,6 +15,7 @@
 
 namespace torch_sm3::distributed::TORCH_SM3_ISA {
 
-const AdasumKernels kAdasumKernels = {&dots, &combine, &largest, &rescale};
+const AdasumKernels kAdasumKernels =
+    {&dots, &combine, &largest, &rescale, &hash};
 
 } // namespace torch_sm3::distributed::TORCH_SM3_ISA

@@ -3,10 +3,11 @@
 
 /// \file
 /// Largest magnitudes and products with a power of two, for the 16-bit format
-/// of the wire and for leaves at the ends of float64. Included by
-/// adasum_kernel_impl.h only.
+/// of the wire and for leaves at the ends of float64; and the hash of results.
+/// Included by adasum_kernel_impl.h only.
 
 #include "adasum_kernel_round.h"
+#include "adasum_scales.h"
 
 namespace torch_sm3::distributed::TORCH_SM3_ISA {
 
@@ -135,6 +136,17 @@ static void rescale(
     case ScalarKind::kBFloat16:
       return rescale_from<BFloat16>(in, size, factor, out, to);
   }
+}
+
+static uint64_t hash(const void* data, int64_t first, int64_t last) {
+  const char* words = static_cast<const char*>(data);
+  uint64_t sum = 0;
+  for (int64_t word = first; word < last; ++word) {
+    uint64_t bits;
+    __builtin_memcpy(&bits, words + word * 8, sizeof(bits));
+    sum += hash_word(bits, word);
+  }
+  return sum;
 }
 
 } // namespace torch_sm3::distributed::TORCH_SM3_ISA
