@@ -167,7 +167,8 @@ void Exchange::combine(
        scratch_,
        call,
        request.what,
-       request.metrics ? &outcome : nullptr});
+       request.metrics ? &outcome : nullptr,
+       fingerprint_.local_world_size});
 }
 
 // The plan with less scratch memory, where messages need memory as well.
