@@ -59,7 +59,10 @@ void check_hashes(
     const std::string& what) {
   std::vector<int64_t> hashes;
   for (const auto& one : swap_values<int64_t>(
-           ranks, {hash_value(result)}, Step::hash, c10::str(what, ", hash"))) {
+           ranks,
+           {hash_value(result)},
+           Topic::hash,
+           c10::str(what, ", hash"))) {
     hashes.push_back(one[0]);
   }
   const std::vector<int> wrong = outliers(hashes);
@@ -70,7 +73,7 @@ void check_hashes(
   const auto by_rank = swap_values<int64_t>(
       ranks,
       layer_hashes(plan, result),
-      Step::layer_hashes,
+      Topic::layer_hashes,
       c10::str(what, ", hashes of layers"));
   std::vector<std::string> layers;
   for (int64_t layer = 0; layer < plan.layout.layers(); ++layer) {
@@ -108,7 +111,7 @@ Fingerprint compare_fingerprints(
   Fingerprint found;
   found.local_world_size = local_world_size;
   for (const auto& one :
-       swap_values<Words>(ranks, {mine}, Step::fingerprint, what)) {
+       swap_values<Words>(ranks, {mine}, Topic::fingerprint, what)) {
     const Words& other = one[0];
     found.alike_elsewhere &= other.build == build;
     found.alike_on_cpu &=

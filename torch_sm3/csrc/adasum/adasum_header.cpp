@@ -144,7 +144,7 @@ std::vector<Header> swap_headers(
     const std::string& what) {
   std::vector<Header> headers;
   for (const auto& one : swap_values<Header>(
-           transport, {mine}, Step::header, c10::str(what, ", header"))) {
+           transport, {mine}, Topic::header, c10::str(what, ", header"))) {
     headers.push_back(one[0]);
   }
   return headers;

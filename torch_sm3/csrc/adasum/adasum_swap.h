@@ -18,11 +18,12 @@
 
 namespace torch_sm3::distributed {
 
-/// Steps that every call has; data has tags that derive from the call.
-enum class Step : uint64_t { fingerprint = 1, header, hash, layer_hashes };
+/// What every call may exchange besides data, which has tags that derive from
+/// the call.
+enum class Topic : uint64_t { fingerprint = 1, header, hash, layer_hashes };
 
-inline int tag_of(Step step) {
-  return distributed::tag_of(mix(kHashStart, static_cast<uint64_t>(step)));
+inline int tag_of(Topic topic) {
+  return distributed::tag_of(mix(kHashStart, static_cast<uint64_t>(topic)));
 }
 
 /// Swaps a 1-D uint8 tensor on the CPU with all ranks; [p, n] on the CPU.
@@ -37,13 +38,13 @@ template <class Value>
 std::vector<std::vector<Value>> swap_values(
     Transport& transport,
     const std::vector<Value>& mine,
-    Step step,
+    Topic topic,
     const std::string& what) {
   const auto bytes = static_cast<int64_t>(mine.size() * sizeof(Value));
   const at::Tensor own =
       at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
   std::memcpy(own.mutable_data_ptr(), mine.data(), own.nbytes());
-  const at::Tensor all = swap_bytes(transport, own, tag_of(step), what);
+  const at::Tensor all = swap_bytes(transport, own, tag_of(topic), what);
   std::vector<std::vector<Value>> values(
       transport.size(), std::vector<Value>(mine.size()));
   for (int rank = 0; rank < transport.size(); ++rank) {
