@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "adasum_exchange.h"
 
+#include "adasum_header.h"
+#include "adasum_swap.h"
 #include "adasum_tags.h"
 
 #include <ATen/core/grad_mode.h>

@@ -5,7 +5,6 @@
 /// Option values as the words that users write. Each parser throws a ValueError
 /// (a TypeError for dtypes) that lists the legal ones.
 
-#include "adasum_agreement.h"
 #include "adasum_plan.h"
 
 #include <optional>

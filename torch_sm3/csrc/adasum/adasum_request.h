@@ -4,7 +4,6 @@
 /// \file
 /// A request to combine a bucket, and what can be refused without a message.
 
-#include "adasum_agreement.h"
 #include "adasum_plan.h"
 
 #include <ATen/core/Tensor.h>
