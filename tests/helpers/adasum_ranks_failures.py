@@ -32,10 +32,15 @@ def loses(how: str) -> None:
     os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
 
 
-def lose_a_peer(rank: int, size: int, how: str, who: int) -> list[Failure] | None:
+def lose_a_peer(
+    rank: int, size: int, how: str, who: int, algorithm: str = "auto"
+) -> list[Failure] | None:
     """One rank fails before a backward; the others get an error."""
-    state = torch_sm3.AdasumState(timeout=SHORT)
-    model, _ = wrap(make_net(), state, bucket_cap_mb=0.05)
+    net = make_net()
+    state = torch_sm3.AdasumState(
+        timeout=SHORT, named_parameters=net.named_parameters(), algorithm=algorithm
+    )
+    model, _ = wrap(net, state, bucket_cap_mb=0.05)
     # DDP rebuilds its buckets, over its own group, after the first iteration.
     for step in range(3):
         iteration(model, batch(rank, step))

@@ -109,11 +109,11 @@ def excluded_and_warm_up(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-def parameters_that_drift(rank: int, size: int) -> list[tuple[str, str]]:
-    """Errors of three iterations; before the second, the last rank changes a weight."""
+def parameters_that_drift(rank: int, size: int, every: int) -> list[tuple[str, str]]:
+    """Errors of iterations; before the second, the last rank changes a weight."""
     errors = []
-    with hooked(make_net(), check="full") as (model, _):
-        for step in range(3):
+    with hooked(make_net(), check="full", check_every=every) as (model, _):
+        for step in range(5):
             if step == 1 and rank == size - 1:
                 with torch.no_grad():
                     model.module[2].weight[1, 2] += 1e-6
@@ -220,3 +220,28 @@ def groups_of_unlike_histories(rank: int, size: int) -> list[torch.Tensor]:
     found.append(x.clone())
     state.close()
     return found
+
+
+def metrics_by_algorithm(
+    rank: int, size: int, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, str, Any]:
+    """One call: the leaf, the result, the algorithm, the metrics of the layer."""
+    state = torch_sm3.AdasumState(metrics=True, **options)
+    x = torch.randn(70000, generator=torch.Generator().manual_seed(rank)) + 0.1
+    result = x.clone()
+    torch_sm3.adasum_all_reduce(result, state=state)
+    (layer,) = state.metrics().layers.values()
+    used = state.algorithm_in_use
+    state.close()
+    return x, result, used, layer
+
+
+def warnings_of_nodes(rank: int, size: int) -> list[tuple[str, str]]:
+    """Text and file of the warnings about one node of all ranks."""
+    import warnings
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for options in ({"node_size": size}, {"node_size": size, "inner": "adasum"}):
+            torch_sm3.AdasumState(**options).close()
+    return [(str(w.message), w.filename) for w in found if "node" in str(w.message)]

@@ -141,7 +141,6 @@ def adasum_fsdp_hook(
         binding, reduction = state._bound(_OP), state._reduction
         keys = [parameter.sharded_param for parameter in parameters]
         layout = reduction.plans.of_sizes(_OP, sizes, keys)
-        reduction.largest = max(reduction.largest, gradients.nbytes)
         reduction.submit(binding, layout, [gradients], gradients, _OP).wait()
 
     return all_reduce

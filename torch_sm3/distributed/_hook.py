@@ -78,7 +78,6 @@ def adasum_hook(
         refuse_sparse(_OP, buffer, reduction.layers.describe(parameters[0]))
     layout = reduction.plans.of_bucket(_OP, parameters)
     last = bucket.is_last()
-    reduction.largest = max(reduction.largest, buffer.nbytes)
     result = reduction.submit(
         binding,
         layout,

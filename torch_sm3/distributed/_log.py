@@ -24,6 +24,7 @@ class Log:
         self._running: list[_Entry] = []
         self._last: list[_Entry] = []
         self._step = 0
+        self._leaves: set[int] = set()
         self._ready: AdasumMetrics | None = None
 
     def add(
@@ -32,13 +33,19 @@ class Log:
         """Note a message of the running step."""
         self._running.append((ticket, layout, result))
 
-    def end_step(self, step: int, exchange: Any) -> None:
-        """Make the running step, if it was measured, the last one."""
+    def end_step(self, step: int, exchange: Any, leaves: set[int]) -> None:
+        """Make the running step, if it was measured, the last one.
+
+        Args:
+            step: its number.
+            exchange: whose tickets these are.
+            leaves: of how many leaves a whole Gram matrix may be.
+        """
         if not self._running:
             return
         exchange.forget(self._running[0][0])
         self._last, self._running = self._running, []
-        self._step, self._ready = step, None
+        self._step, self._leaves, self._ready = step, leaves, None
 
     def read(self, exchange: Any) -> AdasumMetrics | None:
         """Return the metrics of the last measured step; waits for its messages."""
@@ -48,7 +55,7 @@ class Log:
                 result.wait()
                 outcomes.append((_keys(layout), exchange.outcome(ticket)))
             self._last = []
-            self._ready = step_metrics(self._step, outcomes)
+            self._ready = step_metrics(self._step, outcomes, self._leaves)
         return self._ready
 
     def keep(self, metrics: AdasumMetrics | None) -> None:
@@ -56,9 +63,11 @@ class Log:
         self._ready = metrics
 
     def leave(self, exchange: Any) -> None:
-        """Take what is known before the exchange goes; drop the running step."""
-        with contextlib.suppress(RuntimeError):
-            self.read(exchange)
+        """Take what is known before the exchange goes; waits for nothing."""
+        if all(result.done() for _, _, result in self._last):
+            # A message that failed has no outcome.
+            with contextlib.suppress(RuntimeError):
+                self.read(exchange)
         self._last, self._running = [], []
 
 

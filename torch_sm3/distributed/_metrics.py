@@ -4,7 +4,7 @@ r"""What the inner products say about a step."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,11 @@ _NAN = float("nan")
 class LayerMetrics:
     r"""One layer of a step: how the gradients :math:`g_i` of the ranks lie.
 
-    With :math:`r` the result and :math:`m` the plain mean over all ranks:
+    With :math:`r` the result and :math:`m` the plain mean over all ranks. Where nodes
+    of equal size are averaged first (``inner="mean"``), their means stand for the
+    gradients. Algorithm ``"two_level"`` knows no inner products across its runs of
+    ranks but of what comes out of them: these stand for the gradients, and
+    ``multiplier`` and ``projection`` are NaN.
 
     Attributes:
         active: ranks whose gradient is not all zero.
@@ -60,8 +64,8 @@ class AdasumMetrics:
         layers: :class:`LayerMetrics` by name, or by the parameter itself where no
             name is known. Layers that the backend's own all-reduce averaged or added
             (modes ``"mean"`` and ``"sum"``, warm-up) have none.
-        bytes_sent: by this rank.
-        messages_sent: by this rank.
+        bytes_sent: by this rank, without those of the backend's own all-reduce.
+        messages_sent: likewise.
         seconds: by phase: ``wait`` (for the queue), ``exchange``, ``dots``,
             ``coefficients``, ``combine``, ``return`` (of the result to all ranks).
     """
@@ -86,6 +90,10 @@ class AdasumMetrics:
                 "project.    kappa cancelled"
             )
         for label, layer in shown.items():
+            if layer.cosine_levels:
+                levels = " ".join(f"{cosine:.3g}" for cosine in layer.cosine_levels)
+                lines.append(f"  {label:<{width}} cosines by level: {levels}")
+                continue
             numbers = (
                 layer.cosine_mean,
                 layer.cosine_min,
@@ -165,8 +173,15 @@ def level_metrics(cosines: Tensor) -> list[LayerMetrics]:
     ]
 
 
+def _of_runs(layer: LayerMetrics) -> LayerMetrics:
+    """Return the metrics without what says something of the mean of all leaves."""
+    return dataclasses.replace(layer, multiplier=_NAN, projection=_NAN)
+
+
 def step_metrics(
-    step: int, outcomes: Iterable[tuple[list[Any], tuple[Any, ...]]]
+    step: int,
+    outcomes: Iterable[tuple[list[Any], tuple[Any, ...]]],
+    leaves: Collection[int],
 ) -> AdasumMetrics:
     """Return the metrics of a step.
 
@@ -174,6 +189,7 @@ def step_metrics(
         step: its number.
         outcomes: for each message the keys of its layers, and what the library said:
             Gram matrices, coefficients, report, cosines, seconds, bytes, messages.
+        leaves: of how many leaves a whole Gram matrix may be.
     """
     layers: dict[Any, LayerMetrics] = {}
     bytes_sent = messages_sent = 0
@@ -182,6 +198,8 @@ def step_metrics(
         found: list[LayerMetrics] = []
         if gram is not None:
             found = layer_metrics(gram.cpu(), coefficients.cpu(), report.cpu())
+            if gram.size(1) not in leaves:
+                found = [_of_runs(layer) for layer in found]
         elif cosines is not None:
             found = level_metrics(cosines.cpu())
         layers.update(zip(keys, found, strict=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import warnings
 from datetime import timedelta
 from typing import Any, Generic, NoReturn, TypeVar
@@ -24,6 +25,14 @@ LEAST_SCRATCH = 1 << 20
 def _either(values: tuple[Any, ...]) -> str:
     named = [repr(value) for value in values]
     return ", ".join(named[:-1]) + " or " + named[-1]
+
+
+def _callers_level() -> int:
+    """Return the stacklevel, for our caller, of the code that uses the package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals["__name__"].startswith("torch_sm3."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def refuse(
@@ -122,7 +131,7 @@ class Options:
             warnings.warn(
                 f"{op}: node_size={self.node_size} puts all {ranks} ranks into one "
                 "node, so that inner='mean' gives their plain mean",
-                stacklevel=4,
+                stacklevel=_callers_level(),
             )
         if self.node_size is not None:
             # Which ranks then run the algorithm is the library's to say.

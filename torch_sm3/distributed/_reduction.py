@@ -115,6 +115,7 @@ class Reduction:
             release: free the scratch memory afterwards.
         """
         options, step = self.options, self.step
+        self.largest = max(self.largest, sum(tensor.nbytes for tensor in tensors))
         check = "off"
         if options.check != "off":
             if binding.first_iterations if header is None else header:
@@ -136,6 +137,11 @@ class Reduction:
         if measured:
             self.log.add(ticket, layout, result)
         return result
+
+    def _leaves(self, ranks: int) -> set[int]:
+        """Return of how many leaves a whole Gram matrix may be."""
+        nodes = -(-ranks // (self.options.node_size or 1))
+        return {ranks, nodes}
 
     def all_reduce(
         self,
@@ -204,7 +210,7 @@ class Reduction:
             return
         binding.iteration += 1
         if self.options.metrics:
-            self.log.end_step(step, binding.exchange)
+            self.log.end_step(step, binding.exchange, self._leaves(binding.size))
         if self.options.check == "full" and step % self.options.check_every == 0:
             self._compare_parameters(binding, op)
 
@@ -231,6 +237,8 @@ class Reduction:
 
     def algorithm(self, binding: Binding) -> str:
         """Return the algorithm for the largest bucket so far."""
+        if self.options.mode in ("mean", "sum"):
+            return "all_reduce"
         plan = make_plan(self.options, [1], [], [])
         return binding.exchange.algorithm(plan, self.largest or _COMMON_BYTES)
 

@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_sm3.distributed._binding import Binding
-from torch_sm3.distributed._group import resolve, resolve_shards
+from torch_sm3.distributed._bound import Bound
 from torch_sm3.distributed._metrics import AdasumMetrics
 from torch_sm3.distributed._names import Exclude, Layers, NamedParameters
 from torch_sm3.distributed._options import Option, Options, check_timeout, refuse
 from torch_sm3.distributed._reduction import Reduction
 
 
-class AdasumState:
+class AdasumState(Bound):
     r"""Hold what :func:`adasum_hook` needs: options, worker thread, process group.
 
     Creating it is collective over the group: every rank does so, in the same order.
@@ -71,9 +70,6 @@ class AdasumState:
         check_every: steps between two comparisons of results and parameters.
         metrics: True, or a number n for every n-th step.
 
-    Attributes:
-        step: optimizer steps, that is synchronised backwards, seen so far.
-
     Raises:
         ValueError: on values that are not among those above, an algorithm that the
             number of ranks does not allow, ``inner="adasum"`` with mode ``"psum"``, a
@@ -89,7 +85,7 @@ class AdasumState:
         >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
         >>> state = AdasumState(exclude=lambda p: p.ndim < 2)
-        >>> model.register_comm_hook(state, adasum_hook)
+        >>> model.register_comm_hook(state, torch_sm3.adasum_hook)
         >>> model(torch.ones(3, 4)).sum().backward()
         >>> state.step
         1
@@ -156,51 +152,9 @@ class AdasumState:
         check_timeout(op, timeout)
         self.timeout = timeout
         self._reduction = Reduction(options, Layers(op, exclude, named_parameters))
-        self._closed = False
-        self._binding: Binding | None = None
         self._bind(op, process_group, shard_group)
 
     # --- groups ---------------------------------------------------------------
-
-    def _bind(self, op: str, process_group: Any, shard_group: Any) -> Binding:
-        group, shards = self._resolve(op, process_group, shard_group)
-        default = dist.distributed_c10d._get_default_group()
-        self._uses_default = group is default and shards is None
-        self._size = dist.get_world_size(group)
-        binding = Binding(group, self.timeout, shards)
-        try:
-            self._reduction.algorithm(binding)
-        except Exception:
-            binding.close()
-            raise
-        self.process_group: dist.ProcessGroup | None = group
-        self.shard_group: dist.ProcessGroup | None = shards
-        self._binding = binding
-        self._closed = False
-        return binding
-
-    def _resolve(
-        self, op: str, process_group: Any, shard_group: Any
-    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-        group = resolve(op, process_group)
-        shards = resolve_shards(op, group, shard_group)
-        self._reduction.options.check_ranks(op, dist.get_world_size(group))
-        return group, shards
-
-    def _bound(self, op: str) -> Binding:
-        if self._binding is not None:
-            return self._binding
-        if self._closed:
-            raise RuntimeError(
-                f"{op}: expected an open state, but got one after close()"
-            )
-        ready = self._uses_default and dist.is_initialized()
-        if not ready or dist.get_world_size() != self._size:
-            raise RuntimeError(
-                f"{op}: expected a state that is bound to a process group, but got an "
-                f"unpickled one of {self._size} ranks; call its rebind(process_group)"
-            )
-        return self._bind(op, None, None)
 
     def rebind(
         self,
@@ -291,7 +245,10 @@ class AdasumState:
 
     @property
     def algorithm_in_use(self) -> str:
-        """The algorithm for the largest bucket so far; for 25 MiB before the first."""
+        """The algorithm for the largest bucket so far; for 25 MiB before the first.
+
+        ``"all_reduce"``, the backend's, for modes ``"mean"`` and ``"sum"``.
+        """
         return self._reduction.algorithm(self._bound("AdasumState.algorithm_in_use"))
 
     @property

@@ -113,10 +113,20 @@ def test_messages_of_a_step_are_added():
     c = torch.ones(1, 2, dtype=torch.float64)
     one = (gram, c, torch.ones(1, 2).double(), None, [1.0, 0, 0, 0, 0, 2.0], 10, 1)
     none = (None, None, None, None, [0.5] * 6, 5, 2)
-    found = step_metrics(7, [(["a"], one), (["b"], none)])
+    found = step_metrics(7, [(["a"], one), (["b"], none)], {2})
     assert (found.step, found.bytes_sent, found.messages_sent) == (7, 15, 3)
     assert found.seconds["wait"] == 1.5 and found.seconds["return"] == 2.5
     assert list(found.layers) == ["a"]
+    assert found.layers["a"].multiplier == pytest.approx(2)
+
+
+def test_runs_of_ranks_say_nothing_of_the_mean():
+    gram = torch.eye(2, dtype=torch.float64)[None]
+    c, report = torch.ones(1, 2).double(), torch.ones(1, 2).double()
+    outcome = (gram, c, report, None, [0.0] * 6, 0, 0)
+    layer = step_metrics(0, [(["a"], outcome)], {4}).layers["a"]
+    assert layer.orthogonality == pytest.approx(1) and layer.active == 2
+    assert math.isnan(layer.multiplier) and math.isnan(layer.projection)
 
 
 def test_shown_as_a_table():
@@ -131,6 +141,9 @@ def test_shown_as_a_table():
     assert "multipl." in text[1]
     assert text[2].split() == "layer.weight 2 0.5 0.25 0.75 1.5 1.25 1 0".split()
     assert text[3].startswith("  [3, 4]")
+    levels = level_metrics(torch.tensor([[0.5], [0.25]]))[0]
+    shown = repr(AdasumMetrics(3, {"w": levels}, 0, 0, seconds))
+    assert shown.endswith("w     cosines by level: 0.5 0.25")
     kept = pickle.loads(pickle.dumps(found.without_parameters()))
     assert list(kept.layers) == ["layer.weight", "1: [3, 4]"]
 
@@ -181,3 +194,52 @@ def test_metrics_of_a_model_in_training(pools, world):
         assert found.step == 2
         assert all(seconds >= 0 for seconds in found.seconds.values())
         assert found.seconds["exchange"] > 0
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "gram"])
+def test_metrics_of_algorithms_that_know_all_leaves(pools, algorithm):
+    options = {"algorithm": algorithm}
+    results = pools(3).run(adasum_state_ranks.metrics_by_algorithm, options)
+    leaves = [leaf.numpy() for leaf, *_ in results]
+    for _, result, used, layer in results:
+        assert used == algorithm
+        same(layer, leaves, result.numpy(), rtol=1e-6)
+
+
+def test_metrics_of_nodes_are_those_of_their_means(pools):
+    options = {"node_size": 2}
+    results = pools(4).run(adasum_state_ranks.metrics_by_algorithm, options)
+    leaves = [leaf.double().numpy() for leaf, *_ in results]
+    means = [(leaves[0] + leaves[1]) / 2, (leaves[2] + leaves[3]) / 2]
+    for _, result, _, layer in results:
+        same(layer, means, result.numpy(), rtol=1e-6)
+
+
+def test_metrics_of_two_levels_and_of_halves(pools):
+    results = pools(4).run(
+        adasum_state_ranks.metrics_by_algorithm, {"algorithm": "two_level"}
+    )
+    leaves = [leaf.double().numpy() for leaf, *_ in results]
+    runs = [adasum(leaves[:2]), adasum(leaves[2:])]
+    for _, result, used, layer in results:
+        assert used == "two_level"
+        expected = oracle.layer_metrics(runs, result.numpy())
+        assert layer.cosine_mean == pytest.approx(float(expected["cosine_mean"]))
+        assert layer.orthogonality == pytest.approx(float(expected["orthogonality"]))
+        assert math.isnan(layer.multiplier)
+    results = pools(4).run(
+        adasum_state_ranks.metrics_by_algorithm, {"algorithm": "vhdd"}
+    )
+    pairs = [oracle.layer_metrics(leaves[k : k + 2], leaves[0]) for k in (0, 2)]
+    top = float(oracle.layer_metrics(runs, leaves[0])["cosine_mean"])
+    for rank, (_, _, _, layer) in enumerate(results):
+        own = float(pairs[rank // 2]["cosine_mean"])
+        assert layer.cosine_levels == pytest.approx((own, top), rel=1e-4)
+
+
+def test_one_node_of_all_ranks_is_warned_of(pools):
+    for found in pools(2).run(adasum_state_ranks.warnings_of_nodes):
+        ((text, file),) = found
+        assert "all 2 ranks into one node" in text
+        # At the line that asked for it.
+        assert file.endswith("adasum_state_ranks.py")

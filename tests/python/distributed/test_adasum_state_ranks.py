@@ -46,11 +46,14 @@ def test_excluded_layers_and_warm_up_get_the_mean(pools, world):
         close_layers(result["resumed"][1], local, ())
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_full_check_names_ranks_and_parameters(pools, world):
-    for rank, errors in enumerate(pools(world).run(ranks.parameters_that_drift)):
-        assert errors[0] == ("nothing", "")
-        name, text = errors[1]
+@pytest.mark.parametrize(("world", "every"), [(2, 1), (3, 1), (2, 3)])
+def test_full_check_names_ranks_and_parameters(pools, world, every):
+    by_rank = pools(world).run(ranks.parameters_that_drift, every)
+    for rank, errors in enumerate(by_rank):
+        # Found in the next step that is checked.
+        assert len(errors) == every + 1
+        assert errors[:-1] == [("nothing", "")] * every
+        name, text = errors[-1]
         assert name == "RuntimeError"
         assert f"ranks [{world - 1}] than on rank 0 in 2.weight [rank {rank} of" in text
 
