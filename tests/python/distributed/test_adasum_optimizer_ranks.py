@@ -1,97 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delta mode over Gloo processes: the rule, and what surrounds a step."""
 
-import numpy as np
 import pytest
 import torch
 from helpers import adasum_delta_ranks
+from helpers.adasum_delta_expect import assert_is_oracle, assert_rule, combine
+from helpers.adasum_delta_twins import KINDS, make_net
 from helpers.processes import run_ranks
-from reference.adasum_oracle import adasum
-
-from torch_sm3 import _ops
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(params=[1, 2, 3])
 def ranks(request):
     """Results of everything, by rank; one set of processes per world size."""
-    return run_ranks(request.param, adasum_delta_ranks.everything, timeout=400)
+    return adasum_delta_ranks.results(request.param)
 
 
-def real(tensor):
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def combine(leaves, **options):
-    """Combine float32 or float64 changes, by the pure ops."""
-    stack = torch.stack([real(leaf) for leaf in leaves])
-    rows = stack.reshape(len(leaves), stack[0].numel())
-    size = [rows.shape[1]]
-    c = _ops.adasum_coefficients(_ops.adasum_gram(rows, size), **options)
-    total = _ops.adasum_combine(rows, c, size).view(stack.shape[1:])
-    return torch.view_as_complex(total) if leaves[0].is_complex() else total
-
-
-def numbers(tensor):
-    return real(tensor).double().numpy().ravel().astype(np.longdouble)
-
-
-def assert_rule(ranks, steps_of, **options):
-    """The end of each step is round(start + combined changes) on every rank.
-
-    Bit for bit with the library's own combination, and by the oracle within the
-    rounding of changes, sum and result.
-    """
-    world = len(ranks)
-    everyone = [steps_of(rank) for rank in ranks]
-    assert len(everyone[0]) > 0
-    for step in range(len(everyone[0])):
-        starts, _, ends = everyone[0][step]
-        for other in everyone[1:]:
-            assert all(map(torch.equal, other[step][0], starts))
-            assert all(map(torch.equal, other[step][2], ends))
-        for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            leaves = [rank[step][1][index] for rank in everyone]
-            if world == 1 and options.get("scale", 1.0) == 1.0:
-                continue
-            change = combine(leaves, **options)
-            assert torch.equal(end, rounded_sum(start, change))
-            if not options and start.numel():
-                assert_is_oracle(start, leaves, end)
-
-
-def rounded_sum(start, change):
-    """Return start + change in the dtype of start, rounded once."""
-    wide = real(start).double() + real(change).double()
-    if start.dtype not in (torch.float16, torch.bfloat16):
-        return start + change
-    # Of the numbers around it the nearest: a cast from float64 would round twice.
-    near = wide.to(start.dtype)
-    around = [
-        near,
-        *(
-            torch.nextafter(near, torch.full_like(near, s))
-            for s in (torch.inf, -torch.inf)
-        ),
-    ]
-    errors = torch.stack([(x.double() - wide).abs() for x in around])
-    return torch.stack(around).gather(0, errors.argmin(0, keepdim=True))[0]
-
-
-def assert_is_oracle(start, leaves, end):
-    """Within the rounding of the changes, of their combination, and of the sum."""
-    want = numbers(start) + adasum([numbers(leaf) for leaf in leaves])
-    unit = torch.finfo(end.dtype).eps
-    largest = max(1.0, float(np.abs(numbers(start)).max()))
-    np.testing.assert_allclose(numbers(end), want, rtol=unit, atol=4 * 2**-24 * largest)
-
-
-@pytest.mark.parametrize("kind", list(adasum_delta_ranks.KINDS))
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_every_optimizer_obeys_the_rule(ranks, kind):
     assert_rule(ranks, lambda rank: rank["rule"][kind])
 
 
 def test_something_has_moved_and_differs_between_ranks(ranks):
-    for kind in adasum_delta_ranks.KINDS:
+    for kind in KINDS:
         start, changes, end = ranks[0]["rule"][kind][0]
         assert not any(map(torch.equal, start, end))
         for other in ranks[1:]:
@@ -125,7 +55,7 @@ def test_options_of_the_state_apply_to_changes(ranks):
                 torch.testing.assert_close(end.double(), expected, rtol=0, atol=1e-6)
             elif world > 1:
                 assert torch.equal(end, start + combine(leaves))
-    names = [name for name, _ in adasum_delta_ranks.make_net().named_parameters()]
+    names = [name for name, _ in make_net().named_parameters()]
     for rank in ranks:
         _, layers, steps, (kind, message) = rank["options_of_the_state"]
         assert steps == 2 and layers == (sorted(names) if world > 1 else [])
@@ -223,7 +153,7 @@ def test_start_values_are_compared_or_copied(ranks):
         assert last == 0 or f"others on rank {last} (3) than on rank 0 (2)" in message
         first = ranks[0]["start_values"]["repaired"]
         assert all(map(torch.equal, answers["repaired"], first))
-    initial = adasum_delta_ranks.make_net().parameters()
+    initial = make_net().parameters()
     if last:
         repaired = ranks[last]["start_values"]["repaired"]
         assert all(map(torch.equal, initial, repaired))
@@ -239,118 +169,6 @@ def test_a_step_that_changes_its_groups_must_be_whole(ranks):
             assert "got another 'count' in group 0" in message
             assert "whole=True" in message
         assert count == 1
-
-
-def assert_merged(kind, key, before, after):
-    """One key of one parameter: what all ranks held, and what they hold now."""
-    first = next(b for b in before if b is not None)
-    rows = [torch.zeros_like(first) if b is None else b for b in before]
-    rows = torch.stack(rows).double()
-    if key.startswith("accumulator") or key in ("step", "exp_avg_sq", "square_avg"):
-        assert torch.equal(after, rows.amax(0).to(after.dtype)), (kind, key)
-    else:
-        assert key in ("momentum_buffer", "exp_avg"), (kind, key)
-        want = rows.mean(0).to(after.dtype)
-        torch.testing.assert_close(after, want, rtol=0, atol=0)
-
-
-def decoded(state):
-    """Return what a quantised buffer stands for."""
-    codes, scales = state["momentum_buffer"], state["momentum_scale"]
-    return (
-        codes.double()
-        * scales.double().repeat_interleave(256, -1)[..., : codes.shape[-1]]
-    )
-
-
-def test_consolidated_state_is_equal_and_merged_by_key(ranks):
-    for kind, (_, after, said) in ranks[0]["consolidation"].items():
-        assert said == [True, len(ranks) == 1, True, len(ranks) == 1]
-        everyone = [rank["consolidation"][kind][0] for rank in ranks]
-        for index, merged in enumerate(after):
-            before = [states[index] for states in everyone]
-            for rank in ranks[1:]:
-                other = rank["consolidation"][kind][1][index]
-                assert other.keys() == merged.keys()
-                assert all(torch.equal(other[k], merged[k]) for k in merged)
-            assert merged.keys() == set().union(*before)
-            if "momentum_scale" in merged:
-                mean = sum(decoded(state) for state in before) / len(before)
-                # Half a code; the largest of a block of 256 is 127 codes.
-                half = float(mean.abs().max()) / 127 / 2 * 1.001
-                assert (decoded(merged) - mean).abs().max() <= half
-                assert len(ranks) == 1 or merged["momentum_buffer"].abs().max() == 127
-                keys = merged.keys() - {"momentum_buffer", "momentum_scale"}
-            else:
-                keys = merged.keys()
-            for key in keys:
-                values = [state.get(key) for state in before]
-                assert_merged(kind, key, values, merged[key])
-
-
-def test_consolidation_reaches_state_that_a_rank_lacks(ranks):
-    lacking = [rank["consolidation"]["Adam"][0][3] for rank in ranks[1:]]
-    assert all(not state for state in lacking)
-    for rank in ranks:
-        assert float(rank["consolidation"]["Adam"][1][3]["step"]) == 3.0
-
-
-def test_quantised_tensors_are_merged_by_what_they_stand_for(ranks):
-    if ranks[0]["quantised_tensors"] is None:
-        pytest.skip("torchao is not installed")
-    everyone = [rank["quantised_tensors"] for rank in ranks]
-    for key in ("exp_avg", "exp_avg_sq"):
-        rows = torch.stack([before[key] for before, _ in everyone])
-        wanted = rows.mean(0) if key == "exp_avg" else rows.amax(0)
-        for _, after in everyone:
-            assert torch.equal(after[key], everyone[0][1][key])
-            # Its codes lie 1 % of the largest of a block apart at most.
-            largest = float(wanted.abs().max())
-            torch.testing.assert_close(
-                after[key], wanted, rtol=0.0, atol=0.02 * largest
-            )
-
-
-def test_keys_without_a_rule_are_listed(ranks):
-    world = len(ranks)
-    for number, rank in enumerate(ranks):
-        refused, kept, averaged = rank["merge_rules"]
-        (kind, message), before, after = refused
-        assert kind == "ValueError" and "['mu_product']" in message
-        assert torch.equal(before[0]["exp_avg"], after[0]["exp_avg"])
-        (kind, _), before, after = kept
-        assert kind == "nothing"
-        assert torch.equal(after[0]["mu_product"], before[0]["mu_product"])
-        assert float(after[0]["step"]) == world
-        (kind, _), before, after = averaged
-        assert kind == "nothing" and float(after[0]["step"]) == number + 1
-        products = [r["merge_rules"][2][1][0]["mu_product"].double() for r in ranks]
-        assert torch.equal(after[0]["mu_product"], (sum(products) / world).float())
-
-
-def test_states_of_other_kinds_are_refused_on_all_ranks(ranks):
-    last = len(ranks) - 1
-    said = ("float32 [3]", "float64 [4]", "a number", "but got list")
-    for rank in ranks:
-        for (kind, message), what in zip(rank["unlike_states"], said, strict=True):
-            if last == 0:
-                assert kind == "nothing"
-                continue
-            assert kind == "RuntimeError" and what in message
-            assert what == "but got list" or f"on rank {last} and" in message
-
-
-def test_adasum_row_10_resumed_delta_mode_has_the_bits_of_undisturbed_training(ranks):
-    for rank in ranks:
-        for kind, (straight, resumed, steps) in rank["resume"].items():
-            assert all(map(torch.equal, straight, resumed))
-            assert steps == {"SM3 int8": 20, "SM3": 20, "Adam": 25}[kind]
-
-
-def test_adasum_row_20_replicas_of_delta_mode_are_equal_after_100_steps(ranks):
-    for rank in ranks:
-        for kind, (straight, _, _) in rank["resume"].items():
-            assert all(map(torch.equal, straight, ranks[0]["resume"][kind][0]))
 
 
 def test_a_failure_in_one_ranks_step_is_an_error_on_all(ranks):
