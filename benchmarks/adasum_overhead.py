@@ -6,7 +6,7 @@ backward pass takes with torch's hook; the first iteration, whose only bucket is
 large as the model, counts as well.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: DDP compares a hook's annotations as objects.
 
 import argparse
 import statistics

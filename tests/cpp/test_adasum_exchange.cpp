@@ -15,7 +15,9 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <cfenv>
 #include <chrono>
+#include <cmath>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -392,6 +394,29 @@ TEST(Worker, FailsAllAfterADeadPeer) {
       errors,
       "op: bucket 7, header: expected rank 1 to send within 600 s, but got: a "
       "rank that is gone");
+}
+
+TEST(Worker, ComputesInTheEnvironmentOfWhoeverSubmits) {
+  Worker worker(
+      std::make_unique<Exchange>(std::move(loopback_transports(1, 60s)[0])));
+  const auto scaled = [&](int64_t ticket) {
+    // The product lies between two numbers of float32, nearer to the lower.
+    const at::Tensor x = at::full({1}, 0.5 + std::ldexp(1.0, -24));
+    worker.submit(
+        ticket,
+        request_for(
+            {x},
+            [](Plan& plan) { plan.rule.scale = 1.0 + std::ldexp(1.0, -25); }),
+        [](auto&) {});
+    worker.drain();
+    return x.item<float>();
+  };
+  const float nearest = scaled(0);
+  std::fesetround(FE_UPWARD);
+  const float upward = scaled(1);
+  std::fesetround(FE_TONEAREST);
+  EXPECT_GT(upward, nearest);
+  EXPECT_EQ(scaled(2), nearest);
 }
 
 TEST(Worker, WithoutAThreadDoesTheWorkAtOnce) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 
 CLASSES = [
@@ -60,6 +61,11 @@ def make_leaves(
         "huge": lambda: own / max(np.abs(own).max(), 1.0) * 10.0**ten,
     }[kind]()
     return torch.from_numpy(rows).to(dtype)
+
+
+def examples(count: int) -> settings:
+    """Return the same examples in every run, without a limit of their time."""
+    return settings(max_examples=count, deadline=None, derandomize=True, database=None)
 
 
 def seeds() -> st.SearchStrategy[int]:

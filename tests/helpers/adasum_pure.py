@@ -69,3 +69,11 @@ def assert_near_oracle(
     worst = int(np.argmax(error - bound)) if error.size else 0
     assert (error <= bound).all(), (worst, error[worst], bound[worst], want.kappa)
     return want
+
+
+def noise_of(stack: torch.Tensor, mode: str = "tree") -> float:
+    """Return 8 p eta kappa^2 times the sum of |c_i| |g_i|."""
+    rows = as_rows(stack)
+    want = adasum_oracle.combine(rows, mode)
+    norms = np.abs(want.coefficients) @ np.sqrt((rows * rows).sum(axis=1))
+    return float(8 * len(rows) * ETA * want.kappa**2 * norms)

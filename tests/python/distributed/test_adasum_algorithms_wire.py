@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.adasum_leaves import make_leaves
 from helpers.adasum_loopback import (
     ALGORITHMS,
     EXACT,
@@ -15,7 +16,6 @@ from helpers.adasum_loopback import (
     simulate,
     wire_rows,
 )
-from helpers.adasum_leaves import make_leaves
 from helpers.adasum_pure import combine
 
 SIZES = [3 * TILE + 3, 3, 0, 2 * TILE, 1]
@@ -110,13 +110,10 @@ def test_float32_results_hold_sums_beyond_float16():
         assert np.isinf(simulate(stack, [4], algorithm)[0].item())
 
 
-NAMES = ALGORITHMS
-
-
 def chosen(p: int, elements: int, mode: str = "tree", **options) -> str:
     op = torch.ops.torch_sm3._adasum_loopback_outcome
     traffic = op(torch.zeros(p, elements), [elements], mode, **options)[-1]
-    return NAMES[traffic[0]]
+    return ALGORITHMS[traffic[0]]
 
 
 @pytest.mark.parametrize(

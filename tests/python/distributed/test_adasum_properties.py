@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.adasum_leaves import CLASSES, make_leaves, seeds, sizes
+from helpers.adasum_leaves import CLASSES, examples, make_leaves, seeds, sizes
 from helpers.adasum_pure import (
     DTYPES,
     ETA,
@@ -17,8 +17,9 @@ from helpers.adasum_pure import (
     bound_of,
     coefficients,
     combine,
+    noise_of,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference import adasum_oracle
 
@@ -30,23 +31,6 @@ dtypes = st.sampled_from(DTYPES)
 MODES = ["tree", "psum", "mean", "sum"]
 
 
-def examples(count: int) -> settings:
-    """Return the same examples in every run, without a limit of their time."""
-    return settings(max_examples=count, deadline=None, derandomize=True, database=None)
-
-
-def float64_leaves(kind: str, p: int, size: int, seed: int) -> torch.Tensor:
-    return make_leaves(kind, p, size, torch.float64, seed)
-
-
-def noise_of(stack: torch.Tensor, mode: str = "tree") -> float:
-    """Return 8 p eta kappa^2 times the sum of |c_i| |g_i|."""
-    rows = as_rows(stack)
-    want = adasum_oracle.combine(rows, mode)
-    norms = np.abs(want.coefficients) @ np.sqrt((rows * rows).sum(axis=1))
-    return float(8 * len(rows) * ETA * want.kappa**2 * norms)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", CLASSES)
 @examples(25)
@@ -56,16 +40,33 @@ def test_every_class_of_leaves_equals_the_oracle(kind, mode, p, size, dtype, see
     assert_near_oracle(stack, combine(stack, mode=mode), mode)
 
 
-@pytest.mark.parametrize("kind", CLASSES)
-@examples(15)
-@given(p=several, size=sizes(), dtype=dtypes, seed=seeds(), data=st.data())
-def test_weighted_leaves_equal_the_oracle(kind, p, size, dtype, seed, data):
-    weight = st.floats(0.125, 64.0)
-    weights = data.draw(st.lists(weight, min_size=p, max_size=p))
+@pytest.mark.parametrize("p", [16, 33, 64])
+@examples(4)
+@given(kind=st.sampled_from(CLASSES), size=sizes(), seed=seeds())
+def test_many_ranks_equal_the_oracle(p, kind, size, seed):
+    stack = make_leaves(kind, p, size, torch.float32, seed)
     for mode in MODES:
-        stack = make_leaves(kind, p, size, dtype, seed)
-        result = combine(stack, mode=mode, weights=weights)
-        assert_near_oracle(stack, result, mode, weights=weights)
+        assert_near_oracle(stack, combine(stack, mode=mode), mode)
+
+
+@examples(40)
+@given(p=worlds, size=st.integers(2, 40), seed=seeds(), power=st.integers(-12, -3))
+def test_what_float64_sums_cannot_resolve_is_absent(p, size, seed, power):
+    draw = np.random.default_rng(seed)
+    leaf, noise = draw.normal(size=(2, size))
+    rest = draw.normal(size=(p - 1, size))
+    left = -leaf + 10.0**power * noise
+    stack = torch.from_numpy(np.stack([leaf, left, *rest]))
+    result = combine(stack)
+    if power <= -9:
+        assert torch.equal(result, combine(torch.where(first_two(p + 1), 0, stack)))
+    elif power >= -6:
+        want = assert_near_oracle(stack, result)
+        assert want.kappa > 10.0 ** (-power - 1)
+
+
+def first_two(p: int) -> torch.Tensor:
+    return (torch.arange(p) < 2)[:, None]
 
 
 @examples(60)
@@ -196,20 +197,22 @@ def test_powers_of_two_commute(kind, p, size, seed, power):
 @examples(15)
 @given(p=worlds, size=st.integers(2, 40), seed=seeds())
 def test_isometries_commute(kind, p, size, seed):
-    stack = float64_leaves(kind, p, size, seed)
+    stack = make_leaves(kind, p, size, torch.float64, seed)
     draw = np.random.default_rng(seed)
     isometry = torch.from_numpy(np.linalg.qr(draw.normal(size=(size, size)))[0])
     turned = combine(stack @ isometry.T)
     want = isometry @ combine(stack)
-    # The turned leaves are rounded as well.
+    # Both sides have their noise. The turned leaves are rounded besides, and what
+    # a leaf is off by is amplified like what an inner product is off by.
+    noise = noise_of(stack)
     rounded = (size + 8) * ETA * stack.norm(dim=1).sum()
-    limit = 2 * noise_of(stack) * size + rounded
+    limit = (2 + size / (8 * p)) * noise + rounded
     assert (turned - want).norm() <= limit
-    # Signs and the order of the elements change inner products by rounding only.
+    # Signs and the order of the elements are an isometry without any rounding.
     order = torch.from_numpy(draw.permutation(size))
     signs = torch.from_numpy(draw.choice([-1.0, 1.0], size))
     swapped = combine((stack * signs)[:, order])
-    assert (swapped - (combine(stack) * signs)[order]).norm() <= limit
+    assert (swapped - (combine(stack) * signs)[order]).norm() <= 2 * noise
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -227,7 +230,7 @@ def test_two_ranks_commute(kind, size, dtype, seed):
 @examples(25)
 @given(size=sizes(), seed=seeds(), power=st.integers(-3, 3))
 def test_the_result_of_two_ranks_points_along_their_sum(kind, size, seed, power):
-    stack = float64_leaves(kind, 2, size, seed)
+    stack = make_leaves(kind, 2, size, torch.float64, seed)
     stack[1] *= 2.0**power
     result = combine(stack)
     a, b = as_rows(stack)
@@ -253,7 +256,7 @@ def test_the_result_of_two_ranks_points_along_their_sum(kind, size, seed, power)
 @examples(20)
 @given(size=sizes(), seed=seeds())
 def test_psum_of_two_ranks_is_the_tree(kind, size, seed):
-    stack = float64_leaves(kind, 2, size, seed)
+    stack = make_leaves(kind, 2, size, torch.float64, seed)
     if adasum_oracle.combine(as_rows(stack)).cancelled:
         # The tree drops what psum adds up to nothing.
         assert combine(stack, mode="psum").abs().max() <= 1e-14 * stack.abs().max()
@@ -270,7 +273,7 @@ def test_psum_of_two_ranks_is_the_tree(kind, size, seed):
 def test_modes_without_a_tree_do_not_depend_on_the_order(
     kind, mode, p, size, seed, data
 ):
-    stack = float64_leaves(kind, p, size, seed)
+    stack = make_leaves(kind, p, size, torch.float64, seed)
     order = torch.tensor(data.draw(st.permutations(range(p))))
     gram = _ops.adasum_gram(stack, [size])[0]
     moved = gram[order][:, order][None]
@@ -278,87 +281,6 @@ def test_modes_without_a_tree_do_not_depend_on_the_order(
     largest = max(1.0, float(c.abs().max()))
     found = _ops.adasum_coefficients(moved, mode)[0]
     torch.testing.assert_close(found, c[order], rtol=0, atol=1e-14 * largest)
-
-
-@pytest.mark.parametrize("kind", CLASSES[:6])
-@examples(20)
-@given(p=several, size=sizes(), dtype=dtypes, seed=seeds(), data=st.data())
-def test_hierarchies_that_are_plain(kind, p, size, dtype, seed, data):
-    stack = make_leaves(kind, p, size, dtype, seed)
-    s = data.draw(st.sampled_from([1, 2, 4, 8]))
-    nodes = [min(s, p - first) for first in range(0, p, s)]
-    flat = coefficients(stack)
-    assert torch.equal(coefficients(stack, nodes=nodes, inner="adasum"), flat)
-    for mode in ("tree", "psum"):
-        alone = coefficients(stack, mode=mode, nodes=[1] * p)
-        want = coefficients(stack, mode=mode)
-        torch.testing.assert_close(alone, want, rtol=1e-14, atol=1e-14)
-        whole = coefficients(stack, mode=mode, nodes=[p])
-        mean = coefficients(stack, mode="mean")
-        if adasum_oracle.combine(as_rows(stack), mode, nodes=[p]).cancelled:
-            assert not whole.any()
-        elif stack.any():
-            torch.testing.assert_close(whole, mean, rtol=1e-14, atol=1e-14)
-
-
-@pytest.mark.parametrize("inner", ["mean", "adasum"])
-@pytest.mark.parametrize("kind", ["random", "correlated", "half_zero", "opposite"])
-@examples(25)
-@given(p=several, size=sizes(), dtype=dtypes, seed=seeds(), data=st.data())
-def test_hierarchies_equal_the_oracle(kind, inner, p, size, dtype, seed, data):
-    stack = make_leaves(kind, p, size, dtype, seed)
-    nodes, left = [], p
-    while left:
-        nodes.append(data.draw(st.integers(1, left)))
-        left -= nodes[-1]
-    weights = data.draw(
-        st.one_of(
-            st.none(), st.lists(st.integers(1, 5).map(float), min_size=p, max_size=p)
-        )
-    )
-    options = {"nodes": nodes, "inner": inner, "weights": weights}
-    for mode in ["tree"] if inner == "adasum" else ["tree", "psum", "mean", "sum"]:
-        assert_near_oracle(stack, combine(stack, mode=mode, **options), mode, **options)
-
-
-@pytest.mark.parametrize("mode", ["tree", "psum"])
-@pytest.mark.parametrize("kind", CLASSES[:6])
-@examples(15)
-@given(
-    p=worlds,
-    sizes_of=st.lists(st.integers(0, 30), min_size=1, max_size=4),
-    seed=seeds(),
-)
-def test_adasum_row_27_shards_of_a_layer_use_the_sum_of_their_inner_products(
-    kind, mode, p, sizes_of, seed
-):
-    size = max(sum(sizes_of), 1)
-    sizes_of = [*sizes_of[:-1], size - sum(sizes_of[:-1])]
-    stack = float64_leaves(kind, p, size, seed)
-    parts = stack.split(sizes_of, dim=1)
-    gram = sum(_ops.adasum_gram(x.contiguous(), [x.shape[1]]) for x in parts)
-    c = _ops.adasum_coefficients(gram, mode)
-    shards = [_ops.adasum_combine(x.contiguous(), c, [x.shape[1]]) for x in parts]
-    together = torch.cat(shards)
-    limit = 2 * noise_of(stack, mode)
-    assert (together - combine(stack, mode=mode)).norm() <= limit
-    cut = adasum_oracle.combine_shards([as_rows(x) for x in parts], mode)
-    assert (
-        np.linalg.norm((as_rows(together) - np.concatenate(cut)).astype("f8")) <= limit
-    )
-    # A parameter that every shard holds whole counts as often as there are shards.
-    copies = torch.full((), float(len(parts)), dtype=torch.float64)
-    own = _ops.adasum_gram(stack, [size])
-    torch.testing.assert_close(
-        _ops.adasum_coefficients(copies * own, mode),
-        _ops.adasum_coefficients(own, mode),
-        rtol=1e-13 * noise_scale(stack, mode),
-        atol=1e-13 * noise_scale(stack, mode),
-    )
-
-
-def noise_scale(stack: torch.Tensor, mode: str) -> float:
-    return adasum_oracle.combine(as_rows(stack), mode).kappa ** 2
 
 
 def test_coefficients_are_not_bounded_and_the_rule_is_not_linear():

@@ -144,12 +144,27 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
       "ScalarType? dtype=None) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(torch_sm3, CPU, m) {
+namespace {
+
+// The arithmetic below the operators asks the tensors for their device.
+void register_kernels(torch::Library& m) {
   m.impl("adasum_pair", &pair_of);
   m.impl("adasum_gram", &gram_of_stack);
   m.impl("adasum_coefficients", &coefficients_of_gram);
   m.impl("adasum_combine", &combine_stack);
 }
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(torch_sm3, CPU, m) {
+  register_kernels(m);
+}
+
+#ifdef TORCH_SM3_WITH_CUDA
+TORCH_LIBRARY_IMPL(torch_sm3, CUDA, m) {
+  register_kernels(m);
+}
+#endif
 
 TORCH_LIBRARY_IMPL(torch_sm3, Meta, m) {
   m.impl("adasum_pair", &pair_meta);

@@ -3,11 +3,11 @@
 
 #include "adasum_stage.h"
 #include "adasum_tags.h"
+#include "adasum_upload.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -16,13 +16,16 @@
 namespace torch_sm3::distributed {
 namespace {
 
-// Pieces of a bucket: long enough that a message costs more than its latency,
-// short enough that some travel while others are computed with.
-constexpr int64_t kPieces = 8;
-constexpr int64_t kShortestPiece = int64_t{1} << 20;
-constexpr int64_t kLongestPiece = int64_t{8} << 20;
-// Slots that let two pieces travel while one is computed with.
+// Pieces of a bucket, and bytes of a message of one piece: long enough that the
+// message costs more than its latency, short enough that some travel while
+// others are computed with.
+constexpr int64_t kPieces = 4;
+constexpr int64_t kShortestMessage = int64_t{1} << 20;
+constexpr int64_t kLongestMessage = int64_t{4} << 20;
+// Slots that let two pieces travel while one is computed with; and as many that
+// little is dropped where not all fits.
 constexpr int64_t kSlots = 4;
+constexpr int64_t kManySlots = 16;
 
 std::vector<int> radices_of(Algorithm algorithm, const Job& job) {
   const int ranks = job.transport.size();
@@ -109,9 +112,7 @@ Run::Run(Algorithm algorithm, const Job& job, const Grid& grid, Range layers)
   if (std::find(plan.means.begin(), plan.means.end(), true) !=
       plan.means.end()) {
     const std::vector<uint8_t> flags(plan.means.begin(), plan.means.end());
-    means = at::tensor(flags, at::TensorOptions().dtype(at::kByte))
-                .to(at::kBool)
-                .to(job.leaf.device());
+    means = to_device(flags, job.leaf.device()).to(at::kBool);
   }
   const bool wide = job.leaf.element_size() > 2;
   const auto code = wide ? plan.wire : std::nullopt;
@@ -144,10 +145,13 @@ void Run::cut() {
   const bool together = specs_[0].summed || job_.shards != nullptr;
   const Range elements = layout.elements_of(tiles_of_layers(layout, layers_));
   const int64_t size = job_.leaf.element_size();
-  int64_t length =
-      std::clamp(
-          elements.size() * size / kPieces, kShortestPiece, kLongestPiece) /
-      size;
+  // Owners are sent a part of each piece, others all of it.
+  const int64_t parts = specs_[0].whole ? 1 : grid_.radix(0);
+  int64_t length = std::clamp(
+                       elements.size() * size / kPieces,
+                       kShortestMessage * parts,
+                       kLongestMessage * parts) /
+                   size;
   for (;; length /= 2) {
     pieces_ = cut_into_pieces(layout, layers_, length, together);
     int64_t slot = 0;
@@ -155,8 +159,10 @@ void Run::cut() {
       slot =
           std::max(slot, slot_bytes(make_context(job_, grid_, spec, pieces_)));
     }
+    const int64_t slots =
+        length * size > kShortestMessage * parts ? kManySlots : kSlots;
     const int64_t wanted =
-        slot * std::min<int64_t>(kSlots, static_cast<int64_t>(pieces_.size()));
+        slot * std::min<int64_t>(slots, static_cast<int64_t>(pieces_.size()));
     if (wanted <= job_.plan.scratch_bytes || length <= 1) {
       return;
     }
@@ -259,7 +265,7 @@ void run_alone(const Job& job) {
         {0, layout.layers()},
         dots_of_tiles(layout, tiles, rows, job.plan.accumulate));
     job.outcome->coefficients = values;
-    job.outcome->report = at::tensor({1.0, 0.0}, options)
+    job.outcome->report = to_device<double>({1.0, 0.0}, job.leaf.device())
                               .expand({layout.layers(), 2})
                               .contiguous();
   }

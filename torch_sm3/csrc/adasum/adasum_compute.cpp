@@ -165,8 +165,8 @@ void encode_tiles(
   if constexpr (kWithCuda) {
     if (source.is_cuda()) {
       return out.scales.defined()
- ? on_cuda::encode(layout, tiles, {{source}, {}}, {}, out)
- : on_cuda::rescale(layout, tiles, source, {}, out.data);
+                 ? on_cuda::encode(layout, tiles, {{source}, {}}, {}, out)
+                 : on_cuda::rescale(layout, tiles, source, {}, out.data);
     }
   }
   const std::vector<Tile> run = tiles_from_zero(layout, tiles);

@@ -101,33 +101,20 @@ void add_tiles_cpu(
   }
 }
 
-void gram_cpu(const Leaves& leaves, c10::IntArrayRef sizes, double* gram) {
-  const Layout layout(sizes.vec());
-  std::vector<double> partial(
-      layout.tiles().size() * static_cast<size_t>(pair_count(leaves.p)));
-  dots_cpu(leaves, layout.tiles(), partial.data());
-  std::vector<int64_t> tiles_of_layer;
-  for (int64_t layer = 0; layer < layout.layers(); ++layer) {
-    tiles_of_layer.push_back(layout.tiles_of(layer).size());
-  }
-  add_tiles_cpu(partial.data(), tiles_of_layer, leaves.p, gram);
-}
-
 void combine_cpu(
     const Leaves& leaves,
     const double* coefficients,
     const std::vector<Tile>& tiles,
     void* out,
-    std::optional<ScalarKind> kind) {
-  const ScalarKind to = kind.value_or(leaves.kind);
+    ScalarKind kind) {
   const bool streamed = streams(leaves, tiles, out);
   for_tiles(tiles, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
       adasum_kernels().combine(
           rows_of(leaves, tiles[t], t),
           coefficients + tiles[t].layer * leaves.p,
-          element(out, tiles[t].start, to),
-          to,
+          element(out, tiles[t].start, kind),
+          kind,
           streamed);
     }
   });

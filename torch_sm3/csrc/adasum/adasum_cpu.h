@@ -13,7 +13,6 @@
 
 #include <c10/util/ArrayRef.h>
 
-#include <optional>
 #include <vector>
 
 namespace torch_sm3::distributed {
@@ -50,18 +49,15 @@ void add_tiles_cpu(
     int64_t p,
     double* gram);
 
-/// Writes the Gram matrices of all layers, [L, p, p].
-void gram_cpu(const Leaves& leaves, c10::IntArrayRef sizes, double* gram);
-
 /// Writes the weighted sum of the leaves; `out` may be one of the rows.
 ///
-/// \param kind of `out`; by default that of the leaves
+/// \param kind of `out`
 void combine_cpu(
     const Leaves& leaves,
     const double* coefficients,
     const std::vector<Tile>& tiles,
     void* out,
-    std::optional<ScalarKind> kind = std::nullopt);
+    ScalarKind kind);
 
 /// Writes the weighted sum of the leaves as float16 and the tiles' powers of
 /// two, [T].

@@ -102,6 +102,40 @@ __device__ __forceinline__ PairBlock pair_block(int64_t p, int64_t index) {
   return {i * kEdge, (i + 1 + rest) * kEdge};
 }
 
+/// Adds the strips of a tile in order and writes the pairs of a block to where
+/// they stand in the packed Gram matrix `out`.
+///
+/// \param strips [kStripsPerTile, kPairs]
+/// \param scales p, or null
+template <class T, int kEdge, bool kTriangle>
+__device__ __forceinline__ void add_strips(
+    const double* strips,
+    const PairBlock& block,
+    const double* scales,
+    int64_t p,
+    double* out) {
+  constexpr int kPairs = kTriangle ? kEdge * (kEdge + 1) / 2 : kEdge * kEdge;
+  for (int pair = threadIdx.x; pair < kPairs; pair += kDotsThreads) {
+    int r = 0;
+    int c = pair;
+    for (; c >= kEdge - (kTriangle ? r : 0); ++r) {
+      c -= kEdge - (kTriangle ? r : 0);
+    }
+    const int64_t i = block.i + r;
+    const int64_t j = block.j + c + (kTriangle ? r : 0);
+    if (i < p && j < p) {
+      double total = 0.0;
+      for (int s = 0; s < kStripsPerTile; ++s) {
+        total += strips[s * kPairs + pair];
+      }
+      if (sizeof(T) < sizeof(double) && scales != nullptr) {
+        total = total * scales[i] * scales[j];
+      }
+      out[pair_index(p, i, j)] = total;
+    }
+  }
+}
+
 /// Block (t, k): the pairs of block k over tile t, every element read once.
 ///
 /// Rows behind the last one are that one again, and their sums are dropped.
@@ -172,25 +206,8 @@ __global__ void __launch_bounds__(kDotsThreads) dots(
     }
   }
   __syncthreads();
-  for (int pair = threadIdx.x; pair < kPairs; pair += kDotsThreads) {
-    int r = 0;
-    int c = pair;
-    for (; c >= kEdge - (kTriangle ? r : 0); ++r) {
-      c -= kEdge - (kTriangle ? r : 0);
-    }
-    const int64_t i = block.i + r;
-    const int64_t j = block.j + c + (kTriangle ? r : 0);
-    if (i < p && j < p) {
-      double total = 0.0;
-      for (int s = 0; s < kStripsPerTile; ++s) {
-        total += strips[s][pair];
-      }
-      if (sizeof(T) < sizeof(double) && scales != nullptr) {
-        total = total * scales[i] * scales[j];
-      }
-      partial[tile * pair_count(p) + pair_index(p, i, j)] = total;
-    }
-  }
+  add_strips<T, kEdge, kTriangle>(
+      &strips[0][0], block, scales, p, partial + tile * pair_count(p));
 }
 
 /// One thread per entry of the Gram matrices [L, p, p] of a run of layers.

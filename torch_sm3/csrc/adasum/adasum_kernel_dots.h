@@ -81,9 +81,31 @@ struct Chunk {
   }
 };
 
+/// Calls `function(pair, row, column)` for the pairs of a block in the order of
+/// a packed Gram matrix; with kTriangle, each pair counts once.
+template <int kRows, int kColumns, bool kTriangle, class Function>
+TORCH_SM3_ALWAYS void for_pairs(const Function& function) {
+  int pair = 0;
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int c = kTriangle ? r : 0; c < kColumns; ++c, ++pair) {
+      function(pair, r, c);
+    }
+  }
+}
+
+/// Groups of lanes whose sums fit the registers, beside the rows.
+template <class A, int kPairs>
+constexpr int groups_that_fit() {
+  constexpr int kRegisters = kVectorBytes == 64 ? 32 : 16;
+  constexpr int kFit = (kRegisters - 4) / (kPairs * Lanes<A>::kParts + 1);
+  constexpr int kAll = static_cast<int>(kLanes) / kWidth<A>;
+  return kFit >= 4 && kAll >= 4 ? 4 : kFit >= 2 && kAll >= 2 ? 2 : 1;
+}
+
 /// Adds to the lanes of the pairs of kRows rows from `i` and kColumns rows from
-/// `j`; with kTriangle, j = i and each pair counts once. `count` is a multiple
-/// of kLanes.
+/// `j`; with kTriangle, j = i. `count` is a multiple of kLanes.
 template <class T, class A, int kRows, int kColumns, bool kTriangle>
 static void multiply_block(
     const Chunk<T>& chunk,
@@ -94,17 +116,11 @@ static void multiply_block(
     A* lanes) {
   constexpr int kPairs = kTriangle ? kRows * (kRows + 1) / 2 : kRows * kColumns;
   constexpr int64_t kGroup = kWidth<A>;
-  // Registers: the sums of as many groups of lanes as fit beside the rows.
-  constexpr int kRegisters = kVectorBytes == 64 ? 32 : 16;
-  constexpr int kFit = (kRegisters - 4) / (kPairs * Lanes<A>::kParts + 1);
-  constexpr int kAll = static_cast<int>(kLanes / kGroup);
-  constexpr int kGroups = kFit >= 4 && kAll >= 4   ? 4
-                          : kFit >= 2 && kAll >= 2 ? 2
-                                                   : 1;
+  constexpr int kGroups = groups_that_fit<A, kPairs>();
   constexpr int64_t kStride = kLanes * Lanes<A>::kParts;
   const T* x[kRows];
   const T* y[kColumns];
-  A* place[kRows];
+  A* place[kRows]; // of the first pair of each row
   for (int r = 0; r < kRows; ++r) {
     x[r] = chunk.row(i + r);
     place[r] = lanes + pair_index(p, i + r, kTriangle ? i + r : j) * kStride;
@@ -113,17 +129,15 @@ static void multiply_block(
     y[c] = kTriangle ? x[c] : chunk.row(j + c);
   }
   for (int64_t first = 0; first < kLanes; first += kGroups * kGroup) {
+    const auto place_of = [&](int g, int r, int c) {
+      return place[r] + (kTriangle ? c - r : c) * kStride + first + g * kGroup;
+    };
     Lanes<A> sums[kGroups][kPairs];
 #pragma GCC unroll 8
     for (int g = 0; g < kGroups; ++g) {
-      int pair = 0;
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-        for (int c = 0; c < kColumns - (kTriangle ? r : 0); ++c, ++pair) {
-          sums[g][pair].load(place[r] + c * kStride + first + g * kGroup);
-        }
-      }
+      for_pairs<kRows, kColumns, kTriangle>([&](int pair, int r, int c) {
+        sums[g][pair].load(place_of(g, r, c));
+      });
     }
     for (int64_t e = first; e < count; e += kLanes) {
       if (kTriangle && first == 0) {
@@ -145,26 +159,16 @@ static void multiply_block(
         for (int c = 0; c < kColumns; ++c) {
           b[c] = kTriangle ? a[c] : load<A>(y[c] + e + g * kGroup);
         }
-        int pair = 0;
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-          for (int c = kTriangle ? r : 0; c < kColumns; ++c, ++pair) {
-            sums[g][pair].template add<T>(a[r], b[c]);
-          }
-        }
+        for_pairs<kRows, kColumns, kTriangle>([&](int pair, int r, int c) {
+          sums[g][pair].template add<T>(a[r], b[c]);
+        });
       }
     }
 #pragma GCC unroll 8
     for (int g = 0; g < kGroups; ++g) {
-      int pair = 0;
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-        for (int c = 0; c < kColumns - (kTriangle ? r : 0); ++c, ++pair) {
-          sums[g][pair].store(place[r] + c * kStride + first + g * kGroup);
-        }
-      }
+      for_pairs<kRows, kColumns, kTriangle>([&](int pair, int r, int c) {
+        sums[g][pair].store(place_of(g, r, c));
+      });
     }
   }
 }

@@ -3,9 +3,9 @@
 
 #include "adasum_kernel.h"
 #include "adasum_scales.h"
+#include "adasum_upload.h"
 
 #include <ATen/ops/full.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -26,7 +26,7 @@ layers_of_tiles(const Layout& layout, Range tiles, const at::Device& device) {
   for (int64_t t = tiles.first; t < tiles.last; ++t) {
     layers.push_back(layout.tiles()[t].layer);
   }
-  return at::tensor(layers, at::TensorOptions().dtype(at::kLong)).to(device);
+  return to_device(layers, device);
 }
 
 // The shortest run of layers that holds all that need a second pass.

@@ -2,12 +2,12 @@
 #include "adasum_states.h"
 
 #include "adasum_tree_math.h"
+#include "adasum_upload.h"
 
 #include <ATen/ops/logical_or.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 
 namespace torch_sm3::distributed {
@@ -37,7 +37,7 @@ at::Tensor states_with_means(
   }
   const at::Tensor weights = rule.weights.empty()
                                  ? at::ones({gram.size(1)}, gram.options())
-                                 : at::tensor(rule.weights, gram.options());
+                                 : to_device(rule.weights, gram.device());
   const at::Tensor total = weights.sum();
   const at::Tensor norms = norms_of(gram, shifts);
   const at::Tensor states = at::stack(

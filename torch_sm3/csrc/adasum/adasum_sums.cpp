@@ -3,12 +3,12 @@
 
 #include "adasum_kernel.h"
 #include "adasum_tags.h"
+#include "adasum_upload.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/maximum.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -36,10 +36,8 @@ at::Tensor packed(const at::Tensor& gram) {
       places.push_back(i * p + j);
     }
   }
-  const at::Tensor index =
-      at::tensor(places, at::TensorOptions().dtype(at::kLong))
-          .to(gram.device());
-  return gram.reshape({-1, p * p}).index_select(1, index);
+  return gram.reshape({-1, p * p})
+      .index_select(1, to_device(places, gram.device()));
 }
 
 void reduce_into(

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "adasum_worker.h"
 
+#include "adasum_surroundings.h"
+
 #include <c10/util/Exception.h>
 
 #include <chrono>
@@ -33,7 +35,12 @@ void Worker::submit(int64_t ticket, Request request, Done done) {
   const auto queued = std::chrono::steady_clock::now();
   std::string what = request.what;
   const Lane::Mark mark = Lane::mark(request.tensors[0]);
-  auto run = [this, ticket, queued, request = std::move(request)]() mutable {
+  auto run = [this,
+              ticket,
+              queued,
+              surroundings = Surroundings(),
+              request = std::move(request)]() mutable {
+    const Surroundings::Guard guard(surroundings);
     const double waited = seconds_since(queued);
     Outcome outcome = exchange_->run(request);
     Lane::keep(request.tensors);

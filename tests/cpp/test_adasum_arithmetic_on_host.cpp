@@ -170,7 +170,11 @@ TEST(AdasumOnHost, TilesAreAddedInOrder) {
   std::vector<double> partial(problem.tiles() * pair_count(3));
   dots_cpu(problem.leaves(), problem.layout.tiles(), partial.data());
   std::vector<double> want(kLayers.size() * 9), got(want.size());
-  gram_cpu(problem.leaves(), problem.layout.sizes(), want.data());
+  std::vector<int64_t> tiles_of_layer;
+  for (int64_t l = 0; l < problem.layout.layers(); ++l) {
+    tiles_of_layer.push_back(problem.layout.tiles_of(l).size());
+  }
+  add_tiles_cpu(partial.data(), tiles_of_layer, 3, want.data());
   cuda_on_host::launch(
       grid_of(1),
       dim3(cuda::kDotsThreads),
