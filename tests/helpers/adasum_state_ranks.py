@@ -245,3 +245,30 @@ def warnings_of_nodes(rank: int, size: int) -> list[tuple[str, str]]:
         for options in ({"node_size": size}, {"node_size": size, "inner": "adasum"}):
             torch_sm3.AdasumState(**options).close()
     return [(str(w.message), w.filename) for w in found if "node" in str(w.message)]
+
+
+def changes_of_parameters(rank: int, size: int) -> dict[str, Any]:
+    """What delta mode asks of a state: changes that belong to parameters, and swaps."""
+    net = make_net()
+    state = torch_sm3.AdasumState(
+        exclude=[net[0].bias], warmup_steps=1, metrics=True, check="hash"
+    )
+    generator = torch.Generator().manual_seed(rank)
+    parameters = list(net.parameters())
+    names = [name for name, _ in net.named_parameters()]
+    leaves = [torch.randn(p.numel(), generator=generator) for p in parameters]
+    found: dict[str, Any] = {"leaves": leaves, "steps": [], "results": []}
+    for _ in range(2):
+        changes = [leaf.clone() for leaf in leaves]
+        futures = [
+            state._all_reduce("delta", changes[k : k + 2], names[k : k + 2], part)
+            for k, part in ((0, parameters[:2]), (2, parameters[2:]))
+        ]
+        found["steps"].append(state.step)
+        torch.futures.wait_all(futures)
+        found["results"].append(changes)
+        state.advance()
+    found["layers"] = list(state.metrics().layers)
+    found["swapped"] = state._swap(torch.tensor([[rank, 7]]), "delta")
+    state.close()
+    return found

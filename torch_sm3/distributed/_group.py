@@ -71,7 +71,7 @@ def own_group(
     Returns:
         A group for ``torch.distributed.destroy_process_group``.
     """
-    c10d = dist.distributed_c10d
+    c10d: Any = dist.distributed_c10d
     ranks = dist.get_process_group_ranks(group)
     timeout = timeout_of(group) if timeout is None else timeout
     digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:12]
@@ -93,7 +93,7 @@ def own_group(
             ranks,
             dist.Backend(backend or dist.get_backend_config(group)),
             store,
-            c10d.GroupName(name),
+            name,
             timeout=timeout,
             group_desc="torch_sm3",
         )

@@ -106,3 +106,19 @@ def test_groups_do_not_depend_on_those_made_before(pools, world):
     for first, second in pools(world).run(ranks.groups_of_unlike_histories):
         assert first.tolist() == [1.0] * 3
         assert second.tolist() == [float(world)] * 3
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_changes_follow_the_options_of_their_parameters(pools, world):
+    by_rank = pools(world).run(ranks.changes_of_parameters)
+    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    for found in by_rank:
+        # Only advance() counts; the first step is warm-up.
+        assert found["steps"] == [0, 1]
+        assert found["layers"] == names
+        assert found["swapped"].tolist() == [[[rank, 7]] for rank in range(world)]
+        for step, results in enumerate(found["results"]):
+            for i, result in enumerate(results):
+                mean = step == 0 or names[i] == "0.bias"
+                leaves = [rank["leaves"][i] for rank in by_rank]
+                close(result, leaves, "mean" if mean else "tree")
