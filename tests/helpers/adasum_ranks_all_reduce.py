@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers.adasum_ranks import caught
-from helpers.memory_meter import memory_meter
 
 import torch_sm3
 
@@ -190,15 +189,3 @@ def disagree(rank: int, size: int) -> tuple[list[tuple[str, str, float]], torch.
     good = torch.full((3,), float(rank + 1))
     torch_sm3.adasum_all_reduce(good)
     return failures, good
-
-
-def peak(rank: int, size: int, elements: int, layers: int, options: Any) -> int:
-    """Most bytes that one call of equal layers needs beside its tensors."""
-    tensors = [torch.full((elements,), 1.0 + rank) for _ in range(layers)]
-    state = torch_sm3.AdasumState(**options)
-    torch_sm3.adasum_all_reduce(torch.ones(3), state=state)
-    dist.barrier()
-    with memory_meter() as meter:
-        torch_sm3.adasum_all_reduce(tensors, state=state)
-    state.close()
-    return meter.peak
