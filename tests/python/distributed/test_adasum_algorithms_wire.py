@@ -120,7 +120,8 @@ def chosen(p: int, elements: int, mode: str = "tree", **options) -> str:
     ("p", "elements", "options", "name"),
     [
         (2, 1000, {}, "pair"),
-        (2, 1 << 20, {}, "gram"),
+        (2, 1 << 22, {}, "pair"),
+        (2, (1 << 22) + 1, {}, "gram"),
         (3, 1000, {}, "gather"),
         (3, 1 << 14, {}, "gather"),
         (3, (1 << 14) + 1, {}, "gram"),
@@ -132,7 +133,7 @@ def chosen(p: int, elements: int, mode: str = "tree", **options) -> str:
         (128, 1 << 10, {}, "vhdd"),
         (96, 1 << 10, {}, "two_level"),
         (4, 1000, {"node_size": 2}, "pair"),
-        (4, 1 << 20, {"node_size": 2}, "gram"),
+        (4, (1 << 22) + 1, {"node_size": 2}, "gram"),
     ],
 )
 def test_automatic_choice(p, elements, options, name):

@@ -144,7 +144,8 @@ void Run::cut() {
   const Layout& layout = job_.plan.layout;
   const bool together = specs_[0].summed || job_.shards != nullptr;
   const Range elements = layout.elements_of(tiles_of_layers(layout, layers_));
-  const int64_t size = job_.leaf.element_size();
+  const auto size = static_cast<int64_t>(
+      c10::elementSize(specs_[0].wire.dtype())); // of what travels
   // Owners are sent a part of each piece, others all of it.
   const int64_t parts = specs_[0].whole ? 1 : grid_.radix(0);
   int64_t length = std::clamp(

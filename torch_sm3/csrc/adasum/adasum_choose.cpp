@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kGatherBytes = int64_t{128} << 10;
 // Two ranks that own halves compute half as much as two that swap everything,
 // but need two more steps.
-constexpr int64_t kPairBytes = int64_t{2} << 20;
+constexpr int64_t kPairBytes = int64_t{16} << 20;
 constexpr int kGramRanks = 16;
 constexpr int kTwoLevelRanks = 64;
 
