@@ -41,7 +41,7 @@ class Figure:
         asked = "" if self.limit is None else f"  (at most {self.limit:g})"
         asked += "" if self.least is None else f"  (at least {self.least:g})"
         verdict = "" if self.holds else "  <-- NOT MET"
-        return f"{self.name:64} {self.value:12.4f}{asked}{verdict}"
+        return f"{self.name:72} {self.value:12.4f}{asked}{verdict}"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
