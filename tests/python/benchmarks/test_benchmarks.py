@@ -72,3 +72,22 @@ def test_adasum_takes_fewer_steps_than_the_mean(tmp_path: Path) -> None:
     )
     assert {"sgd", "sm3", "adam"} <= set(found["rows"])
     assert picture.stat().st_size > 0
+
+
+def test_adasum_is_timed_for_every_size_and_number_of_ranks(tmp_path: Path) -> None:
+    found = run("adasum_reduce.py", tmp_path / "f.json")
+    assert {row["ranks"] for row in found["rows"]} == {2, 4}
+    assert all(row["ratio"] > 0 for row in found["rows"])
+
+
+def test_adasum_kernels_are_timed(tmp_path: Path) -> None:
+    found = run("adasum_kernels.py", tmp_path / "f.json")
+    assert all(figure["value"] > 0 for figure in found["figures"])
+
+
+@pytest.mark.parametrize("name", ["step", "overlap", "overhead"])
+def test_adasum_hooks_are_timed_in_training(name: str, tmp_path: Path) -> None:
+    found = run(f"adasum_{name}.py", tmp_path / "f.json")
+    memory = [figure for figure in found["figures"] if "peak" in figure["name"]]
+    assert len(memory) == (name == "overhead")
+    assert all(figure["holds"] for figure in memory)
