@@ -6,8 +6,8 @@
 /// The thread never needs Python's lock: the value of a future, a Python
 /// object, is handed over ready-made and only passed on.
 
+#include "adasum_deliveries.h"
 #include "adasum_engine.h"
-#include "adasum_future_type.h"
 #include "adasum_names.h"
 #include "adasum_plan_class.h"
 
@@ -25,8 +25,6 @@ constexpr const char* kOp = "AdasumState";
 
 using PlanPtr = c10::intrusive_ptr<PlanHolder>;
 using Tensors = std::vector<at::Tensor>;
-
-using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
 // Memory that a future's value stands for, so that nobody has to look into the
 // Python object.
@@ -97,20 +95,20 @@ class ExchangeHolder : public torch::CustomClassHolder {
     request.what = what + plan->layers;
     const Tensors& results =
         request.outputs.empty() ? request.tensors : request.outputs;
-    return engine_.submit(
-        std::move(request),
-        [value = std::move(value),
-         result = std::move(result),
-         storages =
-             storages_of(results)](const std::exception_ptr& error) mutable {
-          if (error != nullptr) {
-            result->setError(error);
-            return;
-          }
-          c10::IValue object = value->value();
-          value.reset();
-          result->markCompleted(std::move(object), std::move(storages));
-        });
+    std::vector<WeakStorage> storages = storages_of(results);
+    Deliveries::Delivery* delivery =
+        deliveries_.add(std::move(value), std::move(result));
+    try {
+      return engine_.submit(
+          std::move(request),
+          [this, delivery, storages = std::move(storages)](
+              const std::exception_ptr& error) {
+            deliveries_.finish(delivery, error, storages);
+          });
+    } catch (...) {
+      deliveries_.forget(delivery);
+      throw;
+    }
   }
 
   using OutcomeTuple = std::tuple<
@@ -156,6 +154,7 @@ class ExchangeHolder : public torch::CustomClassHolder {
 
   void close() {
     engine_.close();
+    deliveries_.close();
   }
 
   int64_t rank() {
@@ -176,6 +175,7 @@ class ExchangeHolder : public torch::CustomClassHolder {
     return request;
   }
 
+  Deliveries deliveries_; // outlives the engine, whose thread uses it
   Engine engine_;
 };
 
