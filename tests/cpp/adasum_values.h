@@ -9,6 +9,7 @@
 #include <torch_sm3/library.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -21,7 +22,7 @@ namespace adasum_values {
 using torch_sm3::ScalarKind;
 using namespace torch_sm3::distributed;
 
-inline const std::vector<ScalarKind> kKinds = {
+inline constexpr std::array<ScalarKind, 4> kKinds = {
     ScalarKind::kFloat32,
     ScalarKind::kFloat64,
     ScalarKind::kFloat16,

@@ -81,11 +81,13 @@ expected(const at::Tensor& stack, const std::vector<int64_t>& sizes) {
       stack, adasum_coefficients(adasum_gram(stack, symbols), "tree"), symbols);
 }
 
-const std::vector<int64_t> kSizes = {50000, 3, 0, 33000, 1};
+std::vector<int64_t> sizes_of_layers() {
+  return {50000, 3, 0, 33000, 1};
+}
 
 at::Tensor leaves(int64_t ranks, c10::ScalarType dtype = at::kFloat) {
   int64_t elements = 0;
-  for (const int64_t size : kSizes) {
+  for (const int64_t size : sizes_of_layers()) {
     elements += size;
   }
   return at::randn({ranks, elements}).to(dtype);
@@ -94,10 +96,11 @@ at::Tensor leaves(int64_t ranks, c10::ScalarType dtype = at::kFloat) {
 TEST(AdasumAlgorithms, GramHasTheBitsOfThePureOperators) {
   for (const int64_t ranks : {2, 3, 4, 7}) {
     const at::Tensor stack = leaves(ranks);
-    const at::Tensor want = expected(stack, kSizes);
+    const at::Tensor want = expected(stack, sizes_of_layers());
     for (const int64_t scratch : {kMiB, 64 * kMiB}) {
       for (const Algorithm algorithm : {Algorithm::gather, Algorithm::gram}) {
-        const auto got = simulate(plan_of(kSizes, scratch), algorithm, stack);
+        const auto got =
+            simulate(plan_of(sizes_of_layers(), scratch), algorithm, stack);
         for (const at::Tensor& result : got.results) {
           EXPECT_TRUE(at::equal(result, want));
         }
@@ -110,8 +113,8 @@ TEST(AdasumAlgorithms, LevelsRoundOnceEach) {
   for (const Algorithm algorithm : {Algorithm::two_level, Algorithm::vhdd}) {
     for (const int64_t ranks : {4, 8, 16}) {
       const at::Tensor stack = leaves(ranks);
-      const at::Tensor want = expected(stack, kSizes);
-      const auto got = simulate(plan_of(kSizes), algorithm, stack);
+      const at::Tensor want = expected(stack, sizes_of_layers());
+      const auto got = simulate(plan_of(sizes_of_layers()), algorithm, stack);
       for (const at::Tensor& result : got.results) {
         EXPECT_TRUE(at::equal(result, got.results[0]));
       }
@@ -140,13 +143,13 @@ TEST(AdasumAlgorithms, ScratchMemoryKeepsToItsCap) {
 // The device path: no flag is looked at, every float64 layer is repeated.
 TEST(AdasumAlgorithms, BlindHostsGetTheSameResult) {
   at::Tensor stack = leaves(4, at::kDouble);
-  stack.narrow(1, 0, kSizes[0]).mul_(1e-200).mul_(1e-100);
+  stack.narrow(1, 0, sizes_of_layers()[0]).mul_(1e-200).mul_(1e-100);
   for (const Algorithm algorithm :
        {Algorithm::gather,
         Algorithm::gram,
         Algorithm::two_level,
         Algorithm::vhdd}) {
-    const Plan plan = plan_of(kSizes, kMiB);
+    const Plan plan = plan_of(sizes_of_layers(), kMiB);
     const auto seeing = simulate(plan, algorithm, stack, true);
     const auto blind = simulate(plan, algorithm, stack, false);
     EXPECT_TRUE(at::equal(seeing.results[1], blind.results[1]));
@@ -161,14 +164,17 @@ TEST(AdasumAlgorithms, MessagesAreThoseOfTheTable) {
   const Plan plan = plan_of({8 * tile});
   const auto gram = simulate(plan, Algorithm::gram, stack);
   EXPECT_EQ(gram.outcomes[0].messages_sent, 3 * 3);
-  EXPECT_EQ(gram.outcomes[0].bytes_sent, 3 * (2 * tile * 4 * 2 + 2 * 10 * 8));
+  EXPECT_EQ(
+      gram.outcomes[0].bytes_sent,
+      3 * (2 * tile * 4 * 2 + int64_t{2} * 10 * 8));
   const auto gather = simulate(plan, Algorithm::gather, stack);
   EXPECT_EQ(gather.outcomes[0].messages_sent, 3);
-  EXPECT_EQ(gather.outcomes[0].bytes_sent, 3 * 8 * tile * 4);
+  EXPECT_EQ(gather.outcomes[0].bytes_sent, tile * 3 * 8 * 4);
   const auto vhdd = simulate(plan, Algorithm::vhdd, stack);
   // Halves, quarters, and back; states; 3 sums per layer 1 + 2 times.
   EXPECT_EQ(
-      vhdd.outcomes[0].bytes_sent, 2 * (4 + 2) * tile * 4 + 3 * 8 + 3 * 4 * 8);
+      vhdd.outcomes[0].bytes_sent,
+      tile * 2 * (4 + 2) * 4 + int64_t{3} * 8 + int64_t{3} * 4 * 8);
 }
 
 TEST(AdasumAlgorithms, PiecesSayWhenTheirLayersAreKnown) {

@@ -13,6 +13,7 @@
 #include <ATen/ops/equal.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -28,7 +29,8 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 const double kNan = std::nan("");
 
 // Every way of cutting: part of a step, of a row of lanes, a chunk, a strip.
-const std::vector<int64_t> kSizes = {1, 31, 32, 33, 511, 513, 4097, kTile};
+constexpr std::array<int64_t, 8> kSizes =
+    {1, 31, 32, 33, 511, 513, 4097, kTile};
 
 std::vector<double> dots_of(
     const AdasumKernels& kernels,

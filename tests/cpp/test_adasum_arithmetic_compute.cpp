@@ -22,6 +22,7 @@
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -31,12 +32,15 @@ namespace {
 using namespace torch_sm3::distributed;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-const std::vector<at::ScalarType> kTypes = {
+constexpr std::array<at::ScalarType, 4> kTypes = {
     at::kFloat,
     at::kDouble,
     at::kHalf,
     at::kBFloat16};
-const std::vector<int64_t> kLayers = {5, 70001, 16384, 1, 0, 33000};
+
+Layout test_layout() {
+  return Layout({5, 70001, 16384, 1, 0, 33000});
+}
 
 Range all_tiles(const Layout& layout) {
   return {0, static_cast<int64_t>(layout.tiles().size())};
@@ -99,7 +103,7 @@ class Threads : public ::testing::Test {
 };
 
 TEST_F(Threads, ChangeNoBit) {
-  const Layout layout(kLayers);
+  const Layout layout = test_layout();
   const Range all = all_tiles(layout);
   for (const at::ScalarType dtype : kTypes) {
     const Rows rows = random_rows(layout, 3, dtype);
@@ -140,7 +144,7 @@ TEST_F(Threads, AreLimitedWhileTheGuardExists) {
 }
 
 TEST(AdasumCompute, AnyRunOfTilesHasTheBitsOfTheWhole) {
-  const Layout layout(kLayers);
+  const Layout layout = test_layout();
   const Range all = all_tiles(layout);
   Rows rows = random_rows(layout, 2, at::kFloat);
   rows.scales = at::ones({all.size(), 2}, at::kDouble);
@@ -178,7 +182,7 @@ TEST(AdasumCompute, NothingIsNoError) {
 // --- the wire ---------------------------------------------------------------
 
 TEST(AdasumWire, LargestElementOfATileLiesBelow2To15) {
-  const Layout layout(kLayers);
+  const Layout layout = test_layout();
   const at::Tensor x = at::randn({layout.elements()}, at::kFloat) * 1e-20;
   const Coded coded = encoded(layout, x, at::kHalf);
   const auto* scales = coded.scales.const_data_ptr<double>();
@@ -194,7 +198,7 @@ TEST(AdasumWire, LargestElementOfATileLiesBelow2To15) {
 }
 
 TEST(AdasumWire, IsOffByHalfADigitOfFloat16) {
-  const Layout layout(kLayers);
+  const Layout layout = test_layout();
   for (const double size : {1e-30, 1.0, 1e30}) {
     const at::Tensor x = at::randn({layout.elements()}, at::kDouble) * size;
     const at::Tensor back =
@@ -206,7 +210,7 @@ TEST(AdasumWire, IsOffByHalfADigitOfFloat16) {
 }
 
 TEST(AdasumWire, TakesWhatIsAlreadyFloat16AsItIs) {
-  const Layout layout(kLayers);
+  const Layout layout = test_layout();
   for (const at::ScalarType wire : {at::kHalf, at::kBFloat16}) {
     const at::Tensor x = at::randn({layout.elements()}, at::kFloat).to(wire);
     const at::Tensor wide = x.to(at::kFloat);
@@ -261,7 +265,7 @@ TEST(AdasumWire, KeepsWhatIsNotFiniteAndItsNeighbours) {
 }
 
 TEST(AdasumWire, DotsAndSumsOfCodesAreThoseOfTheirValues) {
-  const Layout layout(kLayers);
+  const Layout layout = test_layout();
   const Range all = all_tiles(layout);
   const Rows leaves = random_rows(layout, 3, at::kFloat);
   const at::Tensor c = at::randn({layout.layers(), 3}, at::kDouble);

@@ -11,6 +11,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <memory>
 #include <vector>
 
@@ -23,12 +24,13 @@ using torch_sm3::Half;
 using torch_sm3::ScalarKind;
 
 // Layers of which one is empty, one is cut and one fills its tiles.
-const std::vector<int64_t> kLayers = {5, 0, 20001, kTile, 33};
+constexpr std::array<int64_t, 5> kLayers = {5, 0, 20001, kTile, 33};
 
 // Layers, their leaves, and both as the kernels of either side take them.
 struct Problem {
   Problem(int64_t p, ScalarKind kind, bool scaled)
-      : layout(kLayers), stack(Stack::random(p, layout.elements(), kind)) {
+      : layout({kLayers.begin(), kLayers.end()}),
+        stack(Stack::random(p, layout.elements(), kind)) {
     for (const Tile& tile : layout.tiles()) {
       start.push_back(tile.start);
       size.push_back(tile.size);

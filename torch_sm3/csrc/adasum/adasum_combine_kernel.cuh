@@ -43,7 +43,7 @@ __device__ __forceinline__ void sum_leaves(
     T x[kEach] = {};
     TORCH_SM3_UNROLL_ALL
     for (int k = 0; k < kEach; ++k) {
-      const int64_t e = first + k * blockDim.x;
+      const int64_t e = first + int64_t{k} * blockDim.x;
       if (e < size) {
         x[k] = row[e];
       }
@@ -77,12 +77,12 @@ __global__ void __launch_bounds__(kCombineThreads) combine(
   const int64_t size = tiles.size[tile];
   const bool same = sizeof(T) == sizeof(O) && keeps_bits(leaves, c, tile);
   for (int64_t first = threadIdx.x; first < size;
-       first += kCombineThreads * kCombineEach) {
+       first += int64_t{kCombineThreads} * kCombineEach) {
     double sums[kCombineEach];
     sum_leaves<T, kCombineEach>(leaves, c, tile, start, first, size, sums);
     TORCH_SM3_UNROLL_ALL
     for (int k = 0; k < kCombineEach; ++k) {
-      const int64_t e = first + k * kCombineThreads;
+      const int64_t e = first + int64_t{k} * kCombineThreads;
       if (e < size) {
         O rounded;
         round_to(sums[k], &rounded);
@@ -109,18 +109,18 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int64_t start = tiles.start[tile];
   const int64_t size = tiles.size[tile];
   for (int64_t first = threadIdx.x; first < size;
-       first += kCombineThreads * kCombineEach) {
+       first += int64_t{kCombineThreads} * kCombineEach) {
     T x[kCombineEach] = {};
     TORCH_SM3_UNROLL_ALL
     for (int k = 0; k < kCombineEach; ++k) {
-      const int64_t e = first + k * kCombineThreads;
+      const int64_t e = first + int64_t{k} * kCombineThreads;
       if (e < size) {
         x[k] = in[start + e];
       }
     }
     TORCH_SM3_UNROLL_ALL
     for (int k = 0; k < kCombineEach; ++k) {
-      const int64_t e = first + k * kCombineThreads;
+      const int64_t e = first + int64_t{k} * kCombineThreads;
       if (e < size) {
         round_to(scale * to_double(x[k]), out + start + e);
       }
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kEncodeThreads) encode(
     const T* row = static_cast<const T*>(leaves.rows[0]) + start;
     TORCH_SM3_UNROLL_ALL
     for (int k = 0; k < kEncodeEach; ++k) {
-      const int64_t e = first + k * kEncodeThreads;
+      const int64_t e = first + int64_t{k} * kEncodeThreads;
       values[k] = e < size ? to_double(row[e]) : 0.0;
     }
   }
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kEncodeThreads) encode(
   const double factor = power_of_two(-shift);
   TORCH_SM3_UNROLL_ALL
   for (int k = 0; k < kEncodeEach; ++k) {
-    const int64_t e = first + k * kEncodeThreads;
+    const int64_t e = first + int64_t{k} * kEncodeThreads;
     if (e < size) {
       round_to(factor * values[k], out + start + e);
     }

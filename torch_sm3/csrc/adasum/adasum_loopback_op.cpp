@@ -103,8 +103,9 @@ void rethrow_cause(const std::vector<std::exception_ptr>& failures) {
 
 void Simulation::run() {
   // A shard's rows meet in one group, the rows of one rank in another one.
-  transports.resize(shards * ranks);
-  shard_transports.resize(shards * ranks);
+  const size_t all = static_cast<size_t>(shards) * static_cast<size_t>(ranks);
+  transports.resize(all);
+  shard_transports.resize(all);
   for (int shard = 0; shard < shards; ++shard) {
     auto group = loopback_transports(ranks, kTimeout);
     for (int rank = 0; rank < ranks; ++rank) {
@@ -117,8 +118,8 @@ void Simulation::run() {
       shard_transports[shard * ranks + rank] = std::move(group[shard]);
     }
   }
-  outcomes.resize(shards * ranks);
-  std::vector<std::exception_ptr> failures(shards * ranks);
+  outcomes.resize(all);
+  std::vector<std::exception_ptr> failures(all);
   std::vector<std::thread> threads;
   for (int row = 0; row < shards * ranks; ++row) {
     threads.emplace_back([this, row, &failures] {
@@ -185,7 +186,7 @@ Answer loopback_outcome(
   // In place, unless the result is of another dtype.
   const at::Tensor results =
       result_dtype.has_value()
-          ? at::empty(leaves.sizes(), leaves.options().dtype(*result_dtype))
+          ? at::empty(leaves.sizes(), leaves.options().dtype(result_dtype))
           : leaves;
   Simulation simulation{
       plan,
