@@ -160,7 +160,7 @@ TEST(Hash, NamesTheRankAndTheLayerOfAFlippedBit) {
             request.check = Check::hash;
             exchange.run(request);
             if (rank == 2) {
-              exchange.damage(4 * 8);
+              exchange.damage(32);
             }
             exchange.run(request);
           }),
