@@ -137,6 +137,17 @@ def test_float64_of_extreme_size(p, scratch, power):
             assert torch.equal(result[-7:], exact[-7:])
 
 
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_adasum_row_28_ranks_of_unlike_size_are_summed_in_one_unit(p):
+    direction = torch.randn(2 * TILE + 5, dtype=torch.float64)
+    factors = torch.tensor([1e-290, 1e290, -1.0, 1e150], dtype=torch.float64)[:p]
+    stack = factors[:, None] * direction
+    mean = (factors / p).sum() * direction
+    for algorithm in possible(p, ALGORITHMS[1:]):
+        result = simulate(stack, [direction.numel()], algorithm)
+        torch.testing.assert_close(result, mean, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_bad_element_spoils_its_layer_only(dtype, bad):

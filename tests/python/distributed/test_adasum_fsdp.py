@@ -34,7 +34,7 @@ def close(found, want, tolerance=2e-6):
         ("whole", {"exclude": ["0.bias"], "check": "full"}),
     ],
 )
-def test_gradients_are_the_tree_of_whole_parameters(pools, model, options):
+def test_adasum_row_23_sharded_gradients_are_the_tree_of_whole_parameters(pools, model, options):
     results = pools(WORLD).run(ranks.one_step, model, options)
     local = [result[0] for result in results]
     for _, (first, second), steps, multipliers in results:
@@ -74,7 +74,7 @@ def test_unused_parameters_are_told_of(pools):
         assert after == ("nothing", "")
 
 
-def test_modules_and_states_that_do_not_fit_are_refused(pools):
+def test_adasum_row_23_modules_and_states_that_do_not_fit_are_refused(pools):
     for found in pools(WORLD).run(ranks.refusals):
         assert [name for name, _ in found] == [
             "TypeError",

@@ -18,7 +18,7 @@ def free_gibibytes() -> float:
 
 @pytest.mark.slow
 @pytest.mark.skipif(free_gibibytes() < GIBIBYTES, reason="needs 10 GiB of free memory")
-def test_a_layer_of_more_than_2_to_31_elements():
+def test_adasum_row_28_a_layer_of_more_than_2_to_31_elements():
     leaf = torch.zeros(ELEMENTS, dtype=torch.float16)
     # What 32 bits of an index would lose, and what they would meet instead.
     places = [0, 20000, 2**31 - 1, 2**31, 2**31 + 20000]
