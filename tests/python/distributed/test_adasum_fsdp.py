@@ -34,7 +34,9 @@ def close(found, want, tolerance=2e-6):
         ("whole", {"exclude": ["0.bias"], "check": "full"}),
     ],
 )
-def test_adasum_row_23_sharded_gradients_are_the_tree_of_whole_parameters(pools, model, options):
+def test_adasum_row_23_sharded_gradients_are_the_tree_of_whole_parameters(
+    pools, model, options
+):
     results = pools(WORLD).run(ranks.one_step, model, options)
     local = [result[0] for result in results]
     for _, (first, second), steps, multipliers in results:
