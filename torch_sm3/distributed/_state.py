@@ -80,7 +80,7 @@ class AdasumState(Bound):
 
     Example::
 
-        >>> import os, torch, torch.distributed as dist
+        >>> import torch, torch.distributed as dist, torch_sm3
         >>> store = dist.HashStore()
         >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
@@ -231,7 +231,7 @@ class AdasumState(Bound):
 
         Example::
 
-            >>> import torch, torch.distributed as dist
+            >>> import torch, torch.distributed as dist, torch_sm3
             >>> store = dist.HashStore()
             >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
             >>> state = AdasumState(metrics=True)
