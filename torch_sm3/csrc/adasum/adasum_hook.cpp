@@ -72,7 +72,7 @@ AdasumCommHook::~AdasumCommHook() = default;
 
 c10::intrusive_ptr<c10::ivalue::Future>
 AdasumCommHook::runHook(c10d::GradBucket& bucket) {
-  const at::Tensor buffer = bucket.getBuffer();
+  const at::Tensor& buffer = bucket.getBuffer();
   Request request;
   request.plan = impl_->plan_for(bucket);
   request.tensors = {buffer};
