@@ -12,7 +12,7 @@ namespace torch_sm3::distributed::TORCH_SM3_ISA {
 /// Registers of float64 in a step, and its elements.
 inline constexpr int kSums = 4;
 inline constexpr int kEach = kWidth<double>;
-inline constexpr int64_t kStep = kSums * kEach;
+inline constexpr int64_t kStep = int64_t{kSums} * kEach;
 
 #if defined(__AVX2__)
 

@@ -36,7 +36,11 @@ std::string Plan::layers_in_words() const {
 }
 
 void check_plan(const Plan& plan, const char* op) {
-  const auto expect = [op](bool good, auto expected, auto got, auto argument) {
+  const auto expect = [op](
+                          bool good,
+                          const auto& expected,
+                          const auto& got,
+                          const char* argument) {
     TORCH_CHECK_VALUE(
         good,
         op,
