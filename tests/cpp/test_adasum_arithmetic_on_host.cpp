@@ -7,6 +7,7 @@
 #include <adasum_cpu.h>
 #include <adasum_combine_kernel.cuh>
 #include <adasum_kernel.cuh>
+#include <adasum_launch.cuh>
 #include <adasum_scales_kernel.cuh>
 
 #include <gtest/gtest.h>
@@ -84,20 +85,6 @@ struct Problem {
   std::unique_ptr<bool[]> flags{new bool[kLayers.size()]};
 };
 
-template <class Function>
-void with_type(ScalarKind kind, const Function& function) {
-  switch (kind) {
-    case ScalarKind::kFloat32:
-      return function(float{});
-    case ScalarKind::kFloat64:
-      return function(double{});
-    case ScalarKind::kFloat16:
-      return function(Half{});
-    case ScalarKind::kBFloat16:
-      return function(BFloat16{});
-  }
-}
-
 dim3 grid_of(int64_t x, int64_t y = 1) {
   return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
 }
@@ -154,7 +141,7 @@ void expect_equal_dots(int64_t p, ScalarKind kind, bool scaled) {
 TEST(AdasumOnHost, DotsHaveTheBitsOfTheCpu) {
   for (const ScalarKind kind : kKinds) {
     for (const int64_t p : {1, 2, 3, 9}) {
-      with_type(kind, [&](auto like) {
+      cuda::with_type(kind, [&](auto like) {
         expect_equal_dots<decltype(like), double>(p, kind, p % 3 == 0);
       });
     }
@@ -203,8 +190,8 @@ TEST(AdasumOnHost, CombineHasTheBitsOfTheCpu) {
             problem.layout.tiles(),
             want.data(),
             to);
-        with_type(from, [&](auto in) {
-          with_type(to, [&](auto out) {
+        cuda::with_type(from, [&](auto in) {
+          cuda::with_type(to, [&](auto out) {
             using O = decltype(out);
             cuda_on_host::launch(
                 grid_of(problem.tiles()),
@@ -312,7 +299,7 @@ TEST(AdasumOnHost, SecondPassHasTheNumbersOfTheCpu) {
       std::vector<int32_t> want(count), got(count);
       exponents_cpu(
           problem.leaves(), problem.layout.tiles(), flags, want.data());
-      with_type(kind, [&](auto like) {
+      cuda::with_type(kind, [&](auto like) {
         cuda_on_host::launch(
             grid_of(problem.tiles(), 3),
             dim3(cuda::kScalesThreads),

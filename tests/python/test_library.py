@@ -13,7 +13,6 @@ from torch_sm3 import _build_info, _ops
 # of contents. CUDA is asked for only where the build has it.
 OPERATORS = {
     "_adasum_loopback": ["CompositeExplicitAutograd"],
-    "_adasum_loopback_outcome": ["CompositeExplicitAutograd"],
     "_memory_meter_start": ["CompositeImplicitAutograd"],
     "_memory_meter_stop": ["CompositeImplicitAutograd"],
     "adasum_all_reduce_": ["CPU", "CUDA", "Meta", "Autograd"],

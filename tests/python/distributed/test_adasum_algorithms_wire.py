@@ -77,7 +77,7 @@ def test_what_is_not_wider_travels_as_it_is(wire):
 
 
 def test_coded_messages_are_half_as_long():
-    outcome = torch.ops.torch_sm3._adasum_loopback_outcome
+    outcome = torch.ops.torch_sm3._adasum_loopback
     stack = leaves(2)
     plain = outcome(stack, SIZES, "tree", "gather")[-1][1]
     coded = outcome(stack, SIZES, "tree", "gather", wire="bfloat16")[-1][1]
@@ -111,7 +111,7 @@ def test_float32_results_hold_sums_beyond_float16():
 
 
 def chosen(p: int, elements: int, mode: str = "tree", **options) -> str:
-    op = torch.ops.torch_sm3._adasum_loopback_outcome
+    op = torch.ops.torch_sm3._adasum_loopback
     traffic = op(torch.zeros(p, elements), [elements], mode, **options)[-1]
     return ALGORITHMS[traffic[0]]
 

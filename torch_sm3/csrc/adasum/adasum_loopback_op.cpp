@@ -147,7 +147,7 @@ using Answer = std::tuple<
     at::Tensor,
     std::vector<int64_t>>;
 
-Answer loopback_outcome(
+Answer loopback(
     const at::Tensor& stack,
     at::IntArrayRef sizes,
     std::string_view mode,
@@ -217,56 +217,11 @@ Answer loopback_outcome(
        first.messages_sent}};
 }
 
-// The results alone.
-at::Tensor loopback(
-    const at::Tensor& stack,
-    at::IntArrayRef sizes,
-    std::string_view mode,
-    std::string_view algorithm,
-    double scale,
-    at::ArrayRef<double> weights,
-    int64_t node_size,
-    std::string_view inner,
-    const c10::List<bool>& means,
-    std::string_view accumulate,
-    std::string_view wire,
-    std::optional<c10::ScalarType> result_dtype,
-    bool wide_result,
-    int64_t scratch_bytes,
-    int64_t shards,
-    int64_t local_world_size) {
-  return std::get<0>(loopback_outcome(
-      stack,
-      sizes,
-      mode,
-      algorithm,
-      scale,
-      weights,
-      node_size,
-      inner,
-      means,
-      accumulate,
-      wire,
-      result_dtype,
-      wide_result,
-      scratch_bytes,
-      shards,
-      local_world_size));
-}
-
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
   m.def(
-      "_adasum_loopback(Tensor stack, int[] sizes, str mode=\"tree\", "
-      "str algorithm=\"auto\", *, float scale=1., float[] weights=[], "
-      "int node_size=0, str inner=\"mean\", bool[] means=[], "
-      "str accumulate=\"float64\", str wire=\"\", "
-      "ScalarType? result_dtype=None, bool wide_result=False, "
-      "int scratch_bytes=67108864, int shards=1, int local_world_size=0) "
-      "-> Tensor");
-  m.def(
-      "_adasum_loopback_outcome(Tensor stack, int[] sizes, "
+      "_adasum_loopback(Tensor stack, int[] sizes, "
       "str mode=\"tree\", str algorithm=\"auto\", *, float scale=1., "
       "float[] weights=[], int node_size=0, str inner=\"mean\", "
       "bool[] means=[], str accumulate=\"float64\", str wire=\"\", "
@@ -278,7 +233,6 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
 
 TORCH_LIBRARY_IMPL(torch_sm3, CompositeExplicitAutograd, m) {
   m.impl("_adasum_loopback", &loopback);
-  m.impl("_adasum_loopback_outcome", &loopback_outcome);
 }
 
 } // namespace torch_sm3::distributed
