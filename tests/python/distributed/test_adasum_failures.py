@@ -12,15 +12,17 @@ from helpers.processes import free_port
 # A rank must know of a failure within the timeout of its state and 5 s.
 WITHIN = ranks.SHORT.total_seconds() + 5
 
+# Where an exchange may stand when a peer is lost.
+PHASES = "header|data|(sums of )?inner products|(largest )?exponents|weights|result"
 
-def assert_names_all(failure, rank, size):
+
+def assert_names_all(failure, rank, size, bucket=r"0 of .*('4.weight'|\[7, 150\]).*"):
     """Check what the error of a lost peer says, and when."""
     name, text, seconds = failure
     assert name == "DistBackendError"
     # Operation, bucket, parameters, phase, peer, place.
     assert re.match(
-        r"adasum_hook: bucket 0 of ('4.weight'|.*parameter of shape \[7, 150\]).*, "
-        r"(header|data|dots|result|exchange)[^:]*: expected rank \d",
+        rf"adasum_hook: bucket {bucket}, ({PHASES})[^:]*: expected rank \d",
         text,
     ), text
     assert f"[rank {rank} of {size}, group" in text
@@ -63,8 +65,10 @@ def test_rank_that_never_calls(pools, size, algorithm):
 @pytest.mark.parametrize("size", [2, 3])
 def test_process_killed_within_a_backward(pools, size):
     results = pools(size).run(ranks.lose_a_peer_within_a_backward, lost=(size - 1,))
+    # Bucket 0 was under way; it may be through before the process is gone.
+    buckets = r"(0 of .*\[7, 150\]|1 of .*\[200, 16\]).*"
     for rank, failure in enumerate(results[:-1]):
-        assert_names_all(failure, rank, size)
+        assert_names_all(failure, rank, size, buckets)
 
 
 @pytest.mark.parametrize("size", [2, 3])
