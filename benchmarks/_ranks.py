@@ -46,11 +46,11 @@ def run(world: int, function: Callable[..., Any], *arguments: Any) -> Any:
     context = spawn(
         _main, (world, port, function, arguments, answers), nprocs=world, join=False
     )
-    answer = None
+    found = []
     while not context.join(timeout=0.1):
         if not answers.empty():
-            answer = answers.get()
-    return answers.get() if answer is None else answer
+            found.append(answers.get())
+    return found[0] if found else answers.get()
 
 
 def alternate(

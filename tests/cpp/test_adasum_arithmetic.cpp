@@ -288,7 +288,8 @@ TEST(AdasumWire, RoundsAwkwardNumbersAlike) {
       stack.set(0, e, numbers[e]);
     }
     for (const ScalarKind to : kKinds) {
-      for (const double factor : {1.0, 0x1p-9, 0x1p20}) {
+      for (const double factor :
+           {1.0, 0x1p-9, 0x1p20, 0x1p-120, 0x1p120, 0x1p-140, 0x1p140, 1.7}) {
         std::vector<char> want(size * size_of(to));
         for (int64_t e = 0; e < size; ++e) {
           set_value(want.data(), e, to, factor * stack.at(0, e));

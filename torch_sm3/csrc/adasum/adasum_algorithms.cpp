@@ -19,9 +19,9 @@ namespace {
 // Pieces of a bucket, and bytes of a message of one piece: long enough that the
 // message costs more than its latency, short enough that some travel while
 // others are computed with.
-constexpr int64_t kPieces = 4;
-constexpr int64_t kShortestMessage = int64_t{2} << 20;
-constexpr int64_t kLongestMessage = int64_t{8} << 20;
+constexpr int64_t kPieces = 2;
+constexpr int64_t kShortestMessage = int64_t{4} << 20;
+constexpr int64_t kLongestMessage = int64_t{16} << 20;
 // Slots that let two pieces travel while one is computed with; and as many that
 // little is dropped where not all fits.
 constexpr int64_t kSlots = 4;
