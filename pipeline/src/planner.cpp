@@ -52,6 +52,10 @@ void check_kind(const std::string& kind) {
       "kind");
 }
 
+int64_t chunks_of(const PlanOptions& options) {
+  return options.chunks == 0 ? 1 : options.chunks;
+}
+
 void check(const PlanOptions& options) {
   check_kind(options.kind);
   const auto check_size = [](int64_t value, int64_t most, const char* what) {
@@ -64,7 +68,7 @@ void check(const PlanOptions& options) {
   };
   constexpr int64_t kMostStages = std::numeric_limits<uint16_t>::max();
   check_size(options.ranks, kMostStages, "ranks");
-  check_size(options.chunks, kMostStages / options.ranks, "chunks");
+  check_size(chunks_of(options), kMostStages / options.ranks, "chunks");
   check_size(
       options.microbatches,
       std::numeric_limits<uint32_t>::max(),
@@ -72,7 +76,7 @@ void check(const PlanOptions& options) {
   if (options.kind == "none" && options.ranks != 1) {
     fail("1 rank for kind none", std::to_string(options.ranks), "ranks");
   }
-  if (options.kind != "forward" && options.chunks != 1) {
+  if (options.kind != "forward" && chunks_of(options) != 1) {
     fail(
         "1 chunk for kind " + options.kind,
         std::to_string(options.chunks),
@@ -122,14 +126,14 @@ Schedule plan(const PlanOptions& options) {
   Schedule schedule;
   schedule.kind = options.kind;
   schedule.ranks = static_cast<uint32_t>(options.ranks);
-  schedule.stages = static_cast<uint32_t>(options.ranks * options.chunks);
+  schedule.stages = static_cast<uint32_t>(options.ranks * chunks_of(options));
   schedule.microbatches = static_cast<uint32_t>(options.microbatches);
   schedule.placement = loop_placement(schedule.ranks, schedule.stages);
   const uint32_t m = schedule.microbatches;
   for (uint32_t rank = 0; rank < schedule.ranks; ++rank) {
     if (options.kind == "forward") {
       schedule.rows.push_back(
-          forwards(schedule, rank, static_cast<uint32_t>(options.chunks)));
+          forwards(schedule, rank, static_cast<uint32_t>(chunks_of(options))));
       continue;
     }
     const uint32_t warmup = options.kind == "gpipe" ? m

@@ -11,13 +11,21 @@ struct Spelling {
   Op op;
   const char* text;
 };
-constexpr std::array<Spelling, 6> kSpellings{{
+constexpr std::array<Spelling, kOps - 1> kSpellings{{
     {Op::kForward, "F"},
     {Op::kBackward, "B"},
+    {Op::kBackwardInput, "I"},
+    {Op::kBackwardWeight, "W"},
     {Op::kSendForward, "SEND_F"},
     {Op::kRecvForward, "RECV_F"},
     {Op::kSendBackward, "SEND_B"},
     {Op::kRecvBackward, "RECV_B"},
+    {Op::kReduceGrad, "REDUCE_GRAD"},
+    {Op::kTieReduce, "TIE_REDUCE"},
+    {Op::kOptimizer, "OPTIM"},
+    {Op::kValidate, "VALIDATE"},
+    {Op::kUnshard, "UNSHARD"},
+    {Op::kReshard, "RESHARD"},
 }};
 
 // Placements that have a name instead of a list.

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <torch_sm3/export.h>
+#include <torch_sm3/pipeline/costs.h>
 #include <torch_sm3/pipeline/schedule.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,15 +14,28 @@ namespace torch_sm3::pipeline {
 
 /// What to plan. p, v and m are ranks, chunks and microbatches.
 struct PlanOptions {
-  /// `none` (p = 1: forward and backward of each microbatch in turn), `gpipe`
-  /// (all forwards, then all backwards), `1f1b` (rank r warms up
-  /// min(m, p-1-r) forwards, alternates, drains) or `forward` (forwards only,
-  /// chunk after chunk).
+  /// `none`, `gpipe`, `forward`, `1f1b`, `interleaved`, `looped_bfs`, `zb_h1`,
+  /// `zb_h2`, `zbv`, `v_half`, `v_min`, `dualpipe_v` or `auto`.
   std::string kind;
   int64_t ranks = 1;
   int64_t microbatches = 1;
-  /// Stages per rank; more than one only with `forward`.
-  int64_t chunks = 1;
+  /// Stages per rank; 0 is the usual number of the kind.
+  int64_t chunks = 0;
+  /// Microbatches per group of `interleaved`; 0 chooses.
+  int64_t group_size = 0;
+  /// Of the actions; uniform ones if not given.
+  std::optional<Costs> costs = std::nullopt;
+  /// Time of a message one way, in the unit of the costs.
+  double link_cost = 0;
+  /// Bytes of each rank; one entry stands for all, none for no limit.
+  std::vector<double> memory_limit = {};
+  /// First stage of the decoder; 0 if there is none.
+  int64_t split = 0;
+  /// How the encoder's output reaches the decoder's stages: handed on by each
+  /// (`chain`) or by routes of its own (`direct`).
+  std::string via = "chain";
+  /// Rounds of warm-up of `1f1b`; negative chooses by the link cost.
+  int64_t warmup = -1;
 };
 
 /// Names of the kinds that `plan` knows.
@@ -33,5 +48,29 @@ TORCH_SM3_API const std::vector<std::string>& kinds();
 /// \param options kind and sizes
 /// \throws std::invalid_argument naming the argument that is wrong
 TORCH_SM3_API Schedule plan(const PlanOptions& options);
+
+/// Plans the row of one rank alone, in memory that does not grow with p; equal
+/// to that row of `plan`.
+///
+/// \param options kind and sizes
+/// \param rank    the rank
+/// \throws std::invalid_argument naming the argument that is wrong
+TORCH_SM3_API std::vector<Action>
+plan_rank(const PlanOptions& options, int64_t rank);
+
+/// Cuts layers into contiguous stages such that the largest is as small as can
+/// be; exact.
+///
+/// \param costs  of each layer
+/// \param stages number of stages, at most the number of layers
+/// \param memory bytes of each layer; empty if they do not matter
+/// \param limit  bytes that a stage may hold
+/// \return the first layer of each stage
+/// \throws std::invalid_argument naming the argument that is wrong
+TORCH_SM3_API std::vector<int64_t> partition(
+    const std::vector<double>& costs,
+    int64_t stages,
+    const std::vector<double>& memory = {},
+    double limit = 0);
 
 } // namespace torch_sm3::pipeline

@@ -4,6 +4,7 @@
 #include <torch_sm3/export.h>
 #include <torch_sm3/pipeline/action.h>
 
+#include <compare>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -16,6 +17,14 @@ namespace torch_sm3::pipeline {
 class TORCH_SM3_API ScheduleError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
+};
+
+/// A value that a stage sends to one that is not its successor.
+struct Route {
+  uint16_t source = 0;
+  uint16_t target = 0;
+
+  friend auto operator<=>(const Route&, const Route&) = default;
 };
 
 /// What every rank does, in order: the program of one training step.
@@ -31,6 +40,11 @@ struct Schedule {
   uint32_t microbatches = 0;
   /// Rank of each stage.
   std::vector<uint32_t> placement;
+  /// Values that skip stages, in ascending order of (source, target); at most
+  /// 254.
+  std::vector<Route> routes;
+  /// Stages that hold each tied weight, in ascending order.
+  std::vector<std::vector<uint16_t>> ties;
   /// Actions of each rank.
   std::vector<std::vector<Action>> rows;
 

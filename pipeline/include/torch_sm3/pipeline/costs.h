@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+/// \file
+/// What the actions of a schedule cost: for the planner's search, the
+/// verifier's memory check and the simulator. Times are in any one unit, memory
+/// in bytes.
+
+namespace torch_sm3::pipeline {
+
+/// Costs of one stage.
+struct StageCosts {
+  double forward = 1;
+  double input = 1;  ///< I: gradients of the inputs, recomputation included
+  double weight = 1; ///< W: gradients of the weights
+  /// B; input + weight if not given.
+  std::optional<double> backward;
+  /// A pair (F;B)OVERLAP_F_B of which this stage runs the F; the sum of its two
+  /// halves if not given.
+  std::optional<double> pair;
+  double reduce = 0;    ///< REDUCE_GRAD
+  double optimizer = 0; ///< OPTIM
+  /// Kept from F to B or W.
+  double activation_bytes = 0;
+  /// Part of it that I lets go of.
+  double released_at_input = 0;
+  /// The stage's output: message forward, and its gradient back.
+  double boundary_bytes = 0;
+  /// In use only while an action of the stage runs.
+  double transient_bytes = 0;
+  /// Parameters, gradients, optimizer state.
+  double static_bytes = 0;
+
+  double full_backward() const {
+    return backward.value_or(input + weight);
+  }
+};
+
+/// Costs of a whole pipeline.
+struct Costs {
+  /// Of each stage; one entry stands for all stages.
+  std::vector<StageCosts> stages{StageCosts{}};
+  /// Seconds from SEND to arrival, [p * p] by sender, then receiver; one entry
+  /// stands for all links. Messages between stages of one rank take none.
+  std::vector<double> latency{0};
+  /// Bytes per unit of time in the same form; 0 is without limit.
+  std::vector<double> bandwidth{0};
+  /// A link carries one message at a time.
+  bool serial_links = false;
+  /// Of each rank, relative; one entry stands for all.
+  std::vector<double> speed{1};
+  /// Each compute action takes up to this much longer, relative.
+  double jitter = 0;
+  uint64_t seed = 0;
+
+  const StageCosts& of(uint32_t stage) const {
+    return stages.size() == 1 ? stages[0] : stages[stage];
+  }
+};
+
+/// How messages are posted and matched.
+enum class Links : uint8_t {
+  kPosted,     ///< a SEND never waits
+  kRendezvous, ///< a rank with `max_pending` unmatched sends on a link waits
+  kBlocking,   ///< a rank waits at each SEND until it is matched
+};
+
+/// The links of a pipeline.
+struct LinkModel {
+  Links links = Links::kRendezvous;
+  int64_t max_pending = 1;
+};
+
+} // namespace torch_sm3::pipeline
