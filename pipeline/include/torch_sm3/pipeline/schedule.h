@@ -53,6 +53,11 @@ struct Schedule {
   /// Writes the text form; `parse` reads it back without loss.
   TORCH_SM3_API std::string text() const;
 
+  /// Writes one action, with the other end of its route if it has one.
+  ///
+  /// \param action an action of this schedule
+  TORCH_SM3_API std::string text(Action action) const;
+
   /// Reads the text form.
   ///
   /// \param text a schedule
