@@ -52,7 +52,8 @@ std::vector<uint32_t> v_placement(uint32_t ranks, uint32_t stages) {
 bool Schedule::lowered() const {
   return std::any_of(rows.begin(), rows.end(), [](const auto& row) {
     return std::any_of(row.begin(), row.end(), [](Action action) {
-      return is_message(action.op);
+      return is_message(action.op) || action.op == Op::kReduceGrad ||
+             action.op == Op::kTieReduce || action.op == Op::kOptimizer;
     });
   });
 }
