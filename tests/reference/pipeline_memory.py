@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 def memory(run: Program, r: int) -> tuple[list[float], list[float]]:
     """Return the bytes in use on a rank during each action, and after it.
 
-    An action first takes what it makes, then gives back what it has used up. F makes the
-    activation (kept until B or W, in part until I, without a backward not at all) and a
-    value for each stage that needs its result; B and I make the gradients of the inputs.
-    A RECV takes its message, which its consumer gives back. A value that was sent is
-    given back when SEND number k + max_pending of the channel goes out (blocking: by its
-    own SEND), the others at the end of the row. A fused pair is one action.
+    An action first takes what it makes, then gives back what it has used up. F makes
+    the activation (kept until B or W, in part until I, without a backward not at all)
+    and a value for each stage that needs its result; B and I make the gradients of the
+    inputs. A RECV takes its message, which its consumer gives back. A value that was
+    sent is given back when SEND number k + max_pending of the channel goes out
+    (blocking: by its own SEND), the others at the end of the row. A fused pair is one
+    action.
     """
     c, row = run.costs, run.rows[r]
     live = sum(per(c.static, s) for s, rank in enumerate(run.placement) if rank == r)

@@ -139,7 +139,7 @@ class Simulator(Program):
         return bool(action[4]) and per(self.costs.pair, action[1]) is not None
 
     def _span(self, r: int, k: int) -> tuple[float, float]:
-        op, s, i, _, _ = action = self.rows[r][k]
+        op, *_ = action = self.rows[r][k]
         free = self.span(r, k - 1)[1]
         if op in ("F", "B", "I", "W"):
             if self.fused(r, k - 1):
@@ -207,7 +207,7 @@ class Simulator(Program):
         """Return when the RECV is posted for which a SEND makes its rank wait."""
         value = self.value(action)
         name = self.placement[value[1]], self.placement[value[2]], value[0], value[4]
-        number = self.channel["SEND", *name].index((r, k))
+        number = self.channel[("SEND", *name)].index((r, k))
         number -= {"posted": number + 1, "blocking": 0}.get(self.links, self.pending)
         posts = self.channel.get(("RECV", *name), [])
         if number >= len(posts):
