@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch.classes.torch_sm3.PipelineSchedule and PipelineTransport, for Python
-// and TorchScript alike. torch releases the GIL around every call.
+// torch.classes.torch_sm3.PipelineTransport. torch releases the GIL around
+// every call.
 #include <torch_sm3/check.h>
-#include <torch_sm3/pipeline/planner.h>
 #include <torch_sm3/pipeline/transport.h>
 
 #include <torch/custom_class.h>
@@ -11,81 +10,6 @@
 
 namespace torch_sm3::pipeline {
 namespace {
-
-// Python knows schedule errors and wrong arguments as ValueError.
-template <class Function>
-auto as_value_error(const Function& function) {
-  try {
-    return function();
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  } catch (const ScheduleError& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  }
-}
-
-class PipelineSchedule : public torch::CustomClassHolder {
- public:
-  PipelineSchedule(
-      std::string kind,
-      int64_t ranks,
-      int64_t chunks,
-      int64_t microbatches)
-      : schedule_(as_value_error([&] {
-          return plan({std::move(kind), ranks, microbatches, chunks});
-        })) {}
-
-  explicit PipelineSchedule(Schedule schedule)
-      : schedule_(std::move(schedule)) {}
-
-  static c10::intrusive_ptr<PipelineSchedule> parse(const std::string& text) {
-    return c10::make_intrusive<PipelineSchedule>(
-        as_value_error([&] { return Schedule::parse(text); }));
-  }
-
-  c10::intrusive_ptr<PipelineSchedule> lower() const {
-    return c10::make_intrusive<PipelineSchedule>(
-        as_value_error([&] { return schedule_.lower(); }));
-  }
-
-  std::string text() const {
-    return schedule_.text();
-  }
-  std::string kind() const {
-    return schedule_.kind;
-  }
-  int64_t ranks() const {
-    return schedule_.ranks;
-  }
-  int64_t stages() const {
-    return schedule_.stages;
-  }
-  int64_t microbatches() const {
-    return schedule_.microbatches;
-  }
-  std::vector<int64_t> placement() const {
-    return {schedule_.placement.begin(), schedule_.placement.end()};
-  }
-
-  // Operation, stage and microbatch of each action of one rank.
-  std::vector<std::tuple<std::string, int64_t, int64_t>>
-  actions(int64_t rank) const {
-    TORCH_SM3_CHECK_VALUE(
-        rank >= 0 && rank < schedule_.ranks,
-        "actions",
-        "rank",
-        c10::str("a rank from 0 to ", schedule_.ranks - 1),
-        rank);
-    std::vector<std::tuple<std::string, int64_t, int64_t>> all;
-    for (const Action action : schedule_.rows[static_cast<size_t>(rank)]) {
-      all.emplace_back(name(action.op), action.stage, action.microbatch);
-    }
-    return all;
-  }
-
- private:
-  Schedule schedule_;
-};
 
 MessageClass link_class(int64_t number) {
   TORCH_SM3_CHECK_VALUE(
@@ -187,30 +111,6 @@ class PipelineTransport : public torch::CustomClassHolder {
 };
 
 TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
-  m.class_<PipelineSchedule>("PipelineSchedule")
-      .def(
-          torch::init<std::string, int64_t, int64_t, int64_t>(),
-          "",
-          {torch::arg("kind"),
-           torch::arg("ranks"),
-           torch::arg("chunks"),
-           torch::arg("microbatches")})
-      .def_static("parse", &PipelineSchedule::parse)
-      .def("lower", &PipelineSchedule::lower)
-      .def("text", &PipelineSchedule::text)
-      .def("kind", &PipelineSchedule::kind)
-      .def("ranks", &PipelineSchedule::ranks)
-      .def("stages", &PipelineSchedule::stages)
-      .def("microbatches", &PipelineSchedule::microbatches)
-      .def("placement", &PipelineSchedule::placement)
-      .def("actions", &PipelineSchedule::actions)
-      .def_pickle(
-          [](const c10::intrusive_ptr<PipelineSchedule>& self) {
-            return self->text();
-          },
-          [](const std::string& text) {
-            return PipelineSchedule::parse(text);
-          });
   m.class_<PipelineTransport>("PipelineTransport")
       .def(
           torch::init<

@@ -13,7 +13,7 @@ from torch_sm3 import _library
 from torch_sm3.pipeline._loss import REDUCTIONS
 from torch_sm3.pipeline._reduce import REDUCES
 from torch_sm3.pipeline._rows import check_complete, with_extras
-from torch_sm3.pipeline._ties import Member, combined, described
+from torch_sm3.pipeline._ties import Member, combined, described, numbered, stages_of
 from torch_sm3.pipeline.schedule import Schedule, ScheduleError
 from torch_sm3.pipeline.stage import Stage
 
@@ -115,9 +115,11 @@ def agree(
     _compare(records)
     routes = sorted(route for other in records for route in other.routes)
     ties = combined(other.ties for other in records)
-    members = [[member.stage for member in tie] for tie in ties.values()]
-    lowered = with_extras(schedule, routes, members).lower()
+    shared = sorted(stages_of(members) for members in ties.values())
+    shared = [stages for stages in shared if len(stages) > 1]
+    lowered = with_extras(schedule, routes, shared).lower()
     check_complete(lowered)
+    ties = numbered(ties, lowered.ties)
     names = frozenset(name for other in records for name in other.kwargs)
     return Agreement(lowered, routes, ties, names)
 

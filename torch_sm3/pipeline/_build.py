@@ -17,10 +17,14 @@ from torch_sm3.pipeline._links import Links, new_group
 from torch_sm3.pipeline._loss import may_divide
 from torch_sm3.pipeline._random import devices_of
 from torch_sm3.pipeline._reduce import Hook, Reducer
-from torch_sm3.pipeline._rows import forward_of, reduction_order, with_collectives
+from torch_sm3.pipeline._rows import (
+    forward_of,
+    reduction_order,
+    row_of,
+    with_collectives,
+)
 from torch_sm3.pipeline._ties import Tie
-from torch_sm3.pipeline._work import Action, row_of
-from torch_sm3.pipeline.schedule import Schedule
+from torch_sm3.pipeline.schedule import Action, Schedule
 from torch_sm3.pipeline.stage import Stage
 
 

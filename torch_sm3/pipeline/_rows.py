@@ -6,8 +6,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from torch_sm3.pipeline._work import Action, row_of
-from torch_sm3.pipeline.schedule import Schedule, ScheduleError
+from torch_sm3.pipeline.schedule import Action, Schedule, ScheduleError
+
+
+def row_of(schedule: Schedule, rank: int) -> list[Action]:
+    """Return the actions of a rank, idle slots left out.
+
+    Args:
+        schedule: a lowered schedule.
+        rank: the rank.
+    """
+    return [action for action in schedule.actions(rank) if action.op != "."]
 
 
 def forward_of(
@@ -40,17 +49,26 @@ def with_extras(
     """Add routes and ties of the stages to a schedule that declares none.
 
     Args:
-        schedule: as planned; one with messages comes back as it is.
+        schedule: as given.
         routes: source and target of each, in order.
         ties: stages of each tied weight, in order.
+
+    Raises:
+        ScheduleError: if the schedule declares others.
     """
     head, _, rows = schedule.text.partition("\n")
-    if "RECV" in rows:
-        return schedule
-    place = schedule.placement
-    crossing = [f"{a}>{b}" for a, b in routes if place[a] != place[b]]
-    if crossing and " routes=" not in head:
-        head += " routes=" + ",".join(crossing)
+    for name, known, wanted, form in (
+        ("routes", schedule.routes, routes, ">"),
+        ("ties", schedule.ties, ties, "+"),
+    ):
+        words = [form.join(map(str, stages)) for stages in wanted]
+        if known and sorted(map(list, known)) != sorted(map(list, wanted)):
+            raise ScheduleError(
+                f"PipelineRunner: expected stages with the {name} {known} of the "
+                f"schedule, but got {list(wanted)} (argument 'stages')"
+            )
+        if words and not known:
+            head += f" {name}={','.join(words)}"
     return Schedule.parse(f"{head}\n{rows}")
 
 
@@ -67,8 +85,8 @@ def check_complete(schedule: Schedule) -> None:
     got = Counter(
         (op, stage, i)
         for row in rows
-        for op, stage, i, other in row
-        if other is None and (op in "FBIW" or op[:4] in ("SEND", "RECV"))
+        for op, stage, i, route, _ in row
+        if route is None and (op in "FBIW" or op[:4] in ("SEND", "RECV"))
     )
     training = any(op in ("B", "I") for op, _, _ in got)
     place = schedule.placement
@@ -102,7 +120,7 @@ def with_collectives(
         ties: number of each tied weight of this rank, to its stage here.
         stages: of this rank, in the order of their last weight gradients.
     """
-    known = {(op, i if op == "TIE_REDUCE" else s) for op, s, i, _ in row}
+    known = {(op, i if op == "TIE_REDUCE" else s) for op, s, i, *_ in row}
     added = [
         Action("TIE_REDUCE", stage, number)
         for number, stage in sorted(ties.items())

@@ -17,7 +17,8 @@ from torch_sm3.pipeline._faults import (
 )
 from torch_sm3.pipeline._links import ACTIVATION, GRADIENT, Links
 from torch_sm3.pipeline._values import pack, unpack
-from torch_sm3.pipeline._work import CALLBACKS, COLLECTIVES, Action, Work
+from torch_sm3.pipeline._work import CALLBACKS, COLLECTIVES, Work
+from torch_sm3.pipeline.schedule import Action
 
 Packed = tuple[str, list[torch.Tensor]]
 Gradients = list[torch.Tensor | None]
@@ -122,7 +123,7 @@ class StepRun:
                     self.rank,
                     action.stage,
                     action.microbatch,
-                    str(action),
+                    action.text,
                     type(error).__name__,
                     str(error),
                 )
@@ -186,13 +187,12 @@ class StepRun:
     def _route(self, action: Action) -> tuple[int, int, int, bool]:
         """Return link class, source, target and whether a message takes a route."""
         forward = action.op.endswith("F")
-        sends = action.op.startswith("SEND")
-        other = action.other
-        if other is None:
-            other = action.stage + 1 if forward == sends else action.stage - 1
-        stages = (action.stage, other) if sends else (other, action.stage)
-        link = ACTIVATION if forward else GRADIENT
-        return link, *stages, action.other is not None
+        first = action.stage - (forward != action.op.startswith("SEND"))
+        low, high = action.route or (first, first + 1)
+        routed = action.route is not None
+        if forward:
+            return ACTIVATION, low, high, routed
+        return GRADIENT, high, low, routed
 
     def _message(self, action: Action) -> None:
         assert self.links is not None, "one rank has no messages"
@@ -216,7 +216,7 @@ class StepRun:
 
     def _pass(self, action: Action) -> None:
         """Do the communication of an action after a failure, and no more."""
-        op, stage, microbatch, _ = action
+        op, stage, microbatch = action[:3]
         if op == "F" or op in _BACKWARDS:
             self._drain(ACTIVATION if op == "F" else GRADIENT, stage, microbatch)
         elif op in COLLECTIVES:

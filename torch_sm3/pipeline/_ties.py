@@ -68,7 +68,31 @@ def combined(records: Iterable[Mapping[str, list[Member]]]) -> dict[str, list[Me
                     f"got {member.shape} and {member.dtype} in stage {member.stage} "
                     "(argument 'tied')"
                 )
-    return dict(sorted(ties.items(), key=lambda tie: (tie[1][0].stage, tie[0])))
+    return ties
+
+
+def numbered(
+    ties: Mapping[str, list[Member]], known: Iterable[Iterable[int]]
+) -> dict[str, list[Member]]:
+    """Return tied weights in the order in which a schedule numbers them.
+
+    Those of a single stage, which no schedule knows, come last.
+
+    Args:
+        ties: members of each, in stage order.
+        known: stages of each tied weight of the schedule.
+    """
+    rest = dict(sorted(ties.items()))
+    found = {}
+    for stages in known:
+        name = next(n for n, members in rest.items() if stages_of(members) == [*stages])
+        found[name] = rest.pop(name)
+    return {**found, **rest}
+
+
+def stages_of(members: Iterable[Member]) -> list[int]:
+    """Return the stages of members, each once, in order."""
+    return sorted({member.stage for member in members})
 
 
 class Tie:

@@ -13,33 +13,10 @@ from torch_sm3.pipeline._data import Feed, spread
 from torch_sm3.pipeline._gradients import Gradients
 from torch_sm3.pipeline._loss import Losses
 from torch_sm3.pipeline._random import seed_of, seeded
-from torch_sm3.pipeline.schedule import Schedule
 from torch_sm3.pipeline.stage import Stage
 
 COLLECTIVES = ("REDUCE_GRAD", "TIE_REDUCE")
 CALLBACKS = ("UNSHARD", "RESHARD")
-
-
-class Action(NamedTuple):
-    """One action of a row.
-
-    Attributes:
-        op: operation.
-        stage: its stage.
-        microbatch: its microbatch; of TIE_REDUCE the number of the tied weight.
-        other: of a message along a route, the stage at its other end.
-    """
-
-    op: str
-    stage: int
-    microbatch: int
-    other: int | None = None
-
-    def __str__(self) -> str:
-        mark = {"S": ">", "R": "<"}.get(self.op[0], "")
-        route = "" if self.other is None else f"{mark}{self.other}"
-        number = "" if self.op == "REDUCE_GRAD" else self.microbatch
-        return f"{self.stage}{self.op}{number}{route}"
 
 
 class Work(Protocol):
@@ -75,24 +52,6 @@ class Work(Protocol):
 
     def callback(self, op: str, stage: int) -> None:
         """Do UNSHARD or RESHARD."""
-
-
-def row_of(schedule: Schedule, rank: int) -> list[Action]:
-    """Return the actions of a rank, idle slots left out.
-
-    Args:
-        schedule: a lowered schedule.
-        rank: the rank.
-    """
-    row = []
-    for action in schedule.actions(rank):
-        op, stage, microbatch = action[:3]
-        rest: tuple[Any, ...] = action[3:]
-        route = rest[0] if rest else None
-        other = None if route is None else route[route[0] == stage]
-        if op != ".":
-            row.append(Action(op, stage, microbatch, other))
-    return row
 
 
 class Seeds(NamedTuple):
