@@ -164,5 +164,6 @@ class Parts:
                 options.loss_reduction == "tokens",
             )
             self.shrink = self.replicas.size if reducer.shrinks_sums else 1
-        divides = may_divide(options.loss_reduction)
-        return Gradients(self.stages.values(), ties, reducer, divides)
+        # Alike on all ranks, so that the bits do not depend on the placement.
+        apart = may_divide(options.loss_reduction) or bool(known.ties or reducer)
+        return Gradients(self.stages.values(), ties, reducer, apart)

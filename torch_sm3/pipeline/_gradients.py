@@ -22,7 +22,7 @@ class Gradients:
         stages: the stages of this rank.
         ties: tied weights with members on this rank, by number.
         reducer: of the data-parallel replicas, or None.
-        divides: whether the gradients of a step may be divided at the end.
+        apart: whether the gradients of a step are changed as a whole.
     """
 
     def __init__(
@@ -30,12 +30,12 @@ class Gradients:
         stages: Iterable[Stage],
         ties: dict[int, Tie],
         reducer: Reducer | None,
-        divides: bool,
+        apart: bool,
     ) -> None:
         self._modules = [stage.module for stage in stages]
         self._ties = ties
         self._reducer = reducer
-        self._apart = divides or bool(ties) or reducer is not None
+        self._apart = apart
         self._held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
