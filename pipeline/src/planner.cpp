@@ -3,12 +3,16 @@
 #include "planning.h"
 
 #include <check_costs.h>
+#include <torch_sm3/pipeline/search.h>
 
 #include <algorithm>
 #include <array>
 
 namespace torch_sm3::pipeline {
 namespace {
+
+// Whose plan is the best of those of the others.
+constexpr const char* kAuto = "auto";
 
 enum class Placement : uint8_t { kLoop, kV };
 
@@ -136,12 +140,16 @@ const std::vector<std::string>& kinds() {
     for (const Kind& kind : kKinds) {
       all.emplace_back(kind.name);
     }
+    all.emplace_back(kAuto);
     return all;
   }();
   return names;
 }
 
 Schedule plan(const PlanOptions& options) {
+  if (options.kind == kAuto) {
+    return search(options).schedule;
+  }
   const Kind& kind = find_kind(options.kind);
   const Sizes sizes = check_sizes(options, kind.chunks);
   Schedule schedule = shape_of(options, kind, sizes);
@@ -150,18 +158,18 @@ Schedule plan(const PlanOptions& options) {
 }
 
 std::vector<Action> plan_rank(const PlanOptions& options, int64_t rank) {
-  const Kind& kind = find_kind(options.kind);
-  const Sizes sizes = check_sizes(options, kind.chunks);
-  shape_of(options, kind, sizes);
   if (rank < 0 || rank >= options.ranks) {
     refuse_plan(
         "a rank from 0 to " + std::to_string(options.ranks - 1),
         std::to_string(rank),
         "rank");
   }
-  if (needs_whole(options)) {
+  if (options.kind == kAuto || needs_whole(options)) {
     return std::move(plan(options).rows[static_cast<size_t>(rank)]);
   }
+  const Kind& kind = find_kind(options.kind);
+  const Sizes sizes = check_sizes(options, kind.chunks);
+  shape_of(options, kind, sizes);
   const auto own = static_cast<uint32_t>(rank);
   return std::move(kind.rows(options, sizes, {own, own + 1}).front());
 }

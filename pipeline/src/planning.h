@@ -68,6 +68,9 @@ Rows alternating_rows(
     const Sizes& sizes,
     RankRange range,
     const std::vector<uint32_t>& warmups);
+// Forwards of warm-up per rank below: one, and those that pass while a message
+// goes down and its answer comes back.
+uint64_t warmup_rounds(const PlanOptions& options);
 // Forwards of each rank before its first backward.
 std::vector<uint32_t> warmups_1f1b(const PlanOptions& options, RankRange range);
 
