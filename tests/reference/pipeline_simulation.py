@@ -155,7 +155,8 @@ class Simulator(Program):
         ranks = {r}
         if op == "TIE_REDUCE" or (op == "OPTIM" and self.costs.optimizer_waits):
             ranks = {q for q, row in enumerate(self.rows) if self.find(row, action)}
-        before = [self.find(self.rows[q], action)[0] - 1 for q in ranks]
+        found = {q: k if q == r else self.find(self.rows[q], action)[0] for q in ranks}
+        before = [found[q] - 1 for q in ranks]
         starts = [self.span(q, j)[1] for q, j in zip(ranks, before, strict=True)]
         return max(starts), max(starts) + self.duration(r, k)
 

@@ -83,7 +83,8 @@ struct Schedule {
   ///
   /// \param text what was in the file
   /// \param kind name for a schedule without that line
-  /// \throws ScheduleError naming row, column and cell of what it cannot read
+  /// \throws ScheduleError naming row, column and cell of what it cannot read,
+  ///     or with the verifier's counter-example if the order cannot run
   TORCH_SM3_API static Schedule
   from_csv(std::string_view text, const std::string& kind = "csv");
 
