@@ -3,18 +3,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from torch_sm3.pipeline._faults import Failure, LinksLostError, PoisonedError
+from torch_sm3.pipeline._faults import (
+    Failure,
+    GroupLostError,
+    LinksLostError,
+    PoisonedError,
+)
 from torch_sm3.pipeline._links import ACTIVATION, GRADIENT, Links
 from torch_sm3.pipeline._values import pack, unpack
+from torch_sm3.pipeline._work import CALLBACKS, COLLECTIVES, Work
+from torch_sm3.pipeline.schedule import Action
 
 Packed = tuple[str, list[torch.Tensor]]
 Gradients = list[torch.Tensor | None]
+
+# What no rank can go on after.
+LOST = (LinksLostError, GroupLostError)
+# I runs the whole backward, so that W finds nothing left to do.
+_BACKWARDS = ("B", "I")
 
 
 def same_elements(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,42 +44,51 @@ class StepRun:
     Args:
         rank: this rank.
         placement: rank of each stage.
-        modules: modules of this rank's stages, by stage.
+        routes: source and target of values that skip stages.
         links: links to the other ranks, None if there are none.
         training: whether backwards follow.
 
     Attributes:
-        inputs: arguments of stage 0, for each microbatch.
-        finish: turns the last stage's output into its loss, or None.
-        weights: factor of each microbatch's loss in the gradients.
+        work: user code.
     """
+
+    work: Work
 
     def __init__(
         self,
         rank: int,
         placement: list[int],
-        modules: Mapping[int, Callable[..., Any]],
+        routes: list[tuple[int, int]],
         links: Links | None,
         training: bool,
     ) -> None:
         self.rank = rank
         self.placement = placement
-        self.modules = modules
         self.links = links
         self.training = training
-        self.inputs: list[tuple[Any, ...]] = []
-        self.finish: Callable[[Any, int], torch.Tensor | None] | None = None
-        self.weights: list[float] = []
         self.failure: tuple[Failure, int] | None = None
         self.cause: BaseException | None = None
         self.poison: Failure | None = None
-        self._tickets: dict[tuple[int, int, int], int] = {}
-        # Results by link class, stage that made them and microbatch, until they are
-        # sent or, where the neighbour is on this rank, used.
-        self._results: dict[tuple[int, int, int], Packed] = {}
-        # What B needs: the tensors that came in and those that went out.
-        self._saved: dict[tuple[int, int], tuple[Gradients, list[torch.Tensor]]] = {}
-        self._compute = {"F": self._forward, "B": self._backward}
+        last = len(placement) - 1
+        # The neighbour comes first; a route may lead to it, too.
+        self._sources = {
+            s: [s - 1] * (s > 0) + [a for a, b in routes if b == s]
+            for s in range(last + 1)
+        }
+        self._targets = {
+            s: [s + 1] * (s < last) + [b for a, b in routes if a == s]
+            for s in range(last + 1)
+        }
+        # Messages asked for and results, by link class, source, target, whether they
+        # take a route, and microbatch. A result stays until it is sent or, where the
+        # other stage is on this rank, used.
+        self._tickets: dict[tuple[int, int, int, bool, int], int] = {}
+        self._results: dict[tuple[int, int, int, bool, int], Packed] = {}
+        # What a backward needs: the tensors that came in from each source and those
+        # that went out to each target.
+        self._saved: dict[
+            tuple[int, int], tuple[list[Gradients], list[list[torch.Tensor]]]
+        ] = {}
 
     def fail(self, failure: Failure, index: int, cause: BaseException) -> None:
         """Note that this rank failed; what follows is only communication."""
@@ -75,41 +96,58 @@ class StepRun:
         self.cause = cause
         self._forget()
 
-    def run(self, actions: list[tuple[str, int, int]]) -> None:
+    def run(self, actions: Iterable[Action]) -> None:
         """Do all actions in order.
 
         Args:
-            actions: operation, stage and microbatch of each.
+            actions: of this rank.
 
         Raises:
             LinksLostError: if a peer is gone; then the links are of no use any more.
+            GroupLostError: if a rank of another group is gone.
         """
-        for index, (op, stage, microbatch) in enumerate(actions):
+        for index, action in enumerate(actions):
             if self.failed:
-                self._pass(op, stage, microbatch)
+                self._pass(action)
                 continue
             try:
-                if op in self._compute:
-                    self._compute[op](stage, microbatch)
-                elif op != ".":
-                    self._message(op, stage, microbatch)
-            except LinksLostError:
+                self._do(action)
+            except LOST:
                 raise
             except PoisonedError as poison:
                 self.poison = poison.failure
                 self._forget()
-                self._pass(op, stage, microbatch)
+                self._pass(action)
             except BaseException as error:
                 failure = Failure(
                     self.rank,
-                    stage,
-                    microbatch,
-                    f"{stage}{op}{microbatch}",
+                    action.stage,
+                    action.microbatch,
+                    action.text,
                     type(error).__name__,
                     str(error),
                 )
                 self.fail(failure, index, error)
-                self._pass(op, stage, microbatch)
+                if action.op not in COLLECTIVES:
+                    self._pass(action)
+
+    def attempt(self, place: Failure, index: int, call: Callable[[], None]) -> None:
+        """Do what follows the row, unless this rank failed.
+
+        Args:
+            place: rank, stage, microbatch and action of a failure.
+            index: in place of the action's.
+            call: what to do.
+        """
+        if self.failed:
+            return
+        try:
+            call()
+        except LOST:
+            raise
+        except BaseException as error:
+            name, text = type(error).__name__, str(error)
+            self.fail(place._replace(error_type=name, message=text), index, error)
 
     @property
     def failed(self) -> bool:
@@ -132,61 +170,86 @@ class StepRun:
         self._results.clear()
         self._saved.clear()
 
+    def _do(self, action: Action) -> None:
+        if action.op == "F":
+            self._forward(action.stage, action.microbatch)
+        elif action.op in _BACKWARDS:
+            self._backward(action.stage, action.microbatch)
+        elif action.op in COLLECTIVES:
+            self.work.collective(action.op, action.stage, action.microbatch, False)
+        elif action.op.startswith(("SEND", "RECV")):
+            self._message(action)
+        elif action.op in CALLBACKS:
+            self.work.callback(action.op, action.stage)
+
     # --- messages ----------------------------------------------------------
 
-    def _route(self, op: str, stage: int) -> tuple[int, int, tuple[int, int]]:
-        """Return peer, link class and (source, target) of a message."""
-        forward = op.endswith("F")
-        sends = op.startswith("SEND")
-        other = stage + 1 if forward == sends else stage - 1
-        stages = (stage, other) if sends else (other, stage)
-        return self.placement[other], ACTIVATION if forward else GRADIENT, stages
+    def _route(self, action: Action) -> tuple[int, int, int, bool]:
+        """Return link class, source, target and whether a message takes a route."""
+        forward = action.op.endswith("F")
+        first = action.stage - (forward != action.op.startswith("SEND"))
+        low, high = action.route or (first, first + 1)
+        routed = action.route is not None
+        if forward:
+            return ACTIVATION, low, high, routed
+        return GRADIENT, high, low, routed
 
-    def _message(self, op: str, stage: int, microbatch: int) -> None:
+    def _message(self, action: Action) -> None:
         assert self.links is not None, "one rank has no messages"
-        peer, link, stages = self._route(op, stage)
-        if op.startswith("RECV"):
-            self._tickets[link, stage, microbatch] = self.links.receive(
-                peer, link, stages, microbatch
+        link, source, target, routed = self._route(action)
+        key = link, source, target, routed, action.microbatch
+        if action.op.startswith("RECV"):
+            self._tickets[key] = self.links.receive(
+                self.placement[source], link, (source, target), action.microbatch
             )
         else:
-            structure, tensors = self._results[link, stage, microbatch]
-            self.links.send(peer, link, stages, microbatch, structure, tensors)
-            del self._results[link, stage, microbatch]
+            structure, tensors = self._results[key]
+            self.links.send(
+                self.placement[target],
+                link,
+                (source, target),
+                action.microbatch,
+                structure,
+                tensors,
+            )
+            del self._results[key]
 
-    def _pass(self, op: str, stage: int, microbatch: int) -> None:
+    def _pass(self, action: Action) -> None:
         """Do the communication of an action after a failure, and no more."""
-        if op in self._compute:
-            link = ACTIVATION if op == "F" else GRADIENT
-            ticket = self._tickets.pop((link, stage, microbatch), None)
+        op, stage, microbatch = action[:3]
+        if op == "F" or op in _BACKWARDS:
+            self._drain(ACTIVATION if op == "F" else GRADIENT, stage, microbatch)
+        elif op in COLLECTIVES:
+            self.work.collective(op, stage, microbatch, True)
+        elif op.startswith("RECV"):
+            self._message(action)
+        elif op.startswith("SEND") and self.links is not None:
+            link, source, target, _ = self._route(action)
+            failure = self.failure[0] if self.failure else self.poison
+            assert failure is not None, "only a failure leads here"
+            peer = self.placement[target]
+            self.links.poison(peer, link, (source, target), microbatch, failure)
+
+    def _drain(self, link: int, stage: int, microbatch: int) -> None:
+        """Take what was asked for on behalf of an action that does not run."""
+        others = self._sources if link == ACTIVATION else self._targets
+        for number, other in enumerate(others[stage]):
+            key = link, other, stage, number > 0, microbatch
+            ticket = self._tickets.pop(key, None)
             if ticket is not None and self.links is not None:
                 try:
                     self.links.take(ticket)
                 except PoisonedError:
                     pass  # another rank that was poisoned or failed by itself
-        elif op.startswith("RECV"):
-            self._message(op, stage, microbatch)
-        elif op.startswith("SEND") and self.links is not None:
-            peer, link, stages = self._route(op, stage)
-            failure = self.failure[0] if self.failure else self.poison
-            assert failure is not None, "only a failure leads here"
-            self.links.poison(peer, link, stages, microbatch, failure)
 
     def _incoming(
-        self, link: int, stage: int, microbatch: int
+        self, link: int, source: int, stage: int, routed: bool, microbatch: int
     ) -> tuple[str, list[torch.Tensor], list[bool]]:
         """Take what another stage made: structure, tensors, which require grad."""
-        key = link, stage, microbatch
+        key = link, source, stage, routed, microbatch
         if key in self._tickets and self.links is not None:
-            try:
-                message = self.links.take(self._tickets[key])
-            except PoisonedError:
-                del self._tickets[key]
-                raise
-            del self._tickets[key]
-            return message
-        source = stage - 1 if link == ACTIVATION else stage + 1
-        structure, tensors = self._results.pop((link, source, microbatch))
+            return self.links.take(self._tickets.pop(key))
+        structure, tensors = self._results.pop(key)
         requires_grad = [tensor.requires_grad for tensor in tensors]
         if link == ACTIVATION:
             # A copy, as over a link: the stage may change it in place, and autograd
@@ -196,13 +259,12 @@ class StepRun:
 
     # --- compute -----------------------------------------------------------
 
-    def _arguments(
-        self, stage: int, microbatch: int
-    ) -> tuple[tuple[Any, ...], Gradients]:
-        if stage == 0:
-            return self.inputs[microbatch], []
+    def _value(
+        self, source: int, stage: int, routed: bool, microbatch: int
+    ) -> tuple[Any, Gradients]:
+        """Return a value of another stage and those of its tensors to differentiate."""
         structure, tensors, requires_grad = self._incoming(
-            ACTIVATION, stage, microbatch
+            ACTIVATION, source, stage, routed, microbatch
         )
         leaves: Gradients = [None] * len(tensors)
         if self.training:
@@ -210,57 +272,103 @@ class StepRun:
                 if wanted:
                     leaves[i] = tensors[i].requires_grad_()
                     tensors[i] = same_elements(tensors[i])
-        value = unpack(structure, tensors)
-        return (tuple(value) if type(value) in (tuple, list) else (value,)), leaves
+        return unpack(structure, tensors), leaves
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        arguments, leaves = self._arguments(stage, microbatch)
-        output = self.modules[stage](*arguments)
+        value, skips = None, {}
+        leaves: list[Gradients] = []
+        for number, source in enumerate(self._sources[stage]):
+            came, wanted = self._value(source, stage, number > 0, microbatch)
+            leaves.append(wanted)
+            if number == 0:
+                value = came
+            else:
+                skips.update(came)
+        output = self.work.forward(stage, microbatch, value, skips)
         if stage + 1 == len(self.placement):
-            assert self.finish is not None, "the last stage's rank has a finish"
-            loss = self.finish(output, microbatch)
-            outputs = [] if loss is None else [loss]
+            outputs = [[] if output is None else [output]]
         else:
-            packed = pack(output, f"stage {stage}")
-            self._results[ACTIVATION, stage, microbatch] = packed
-            outputs = packed[1]
+            outputs = self._distribute(stage, microbatch, output)
         if self.training:
             self._saved[stage, microbatch] = leaves, outputs
 
-    def _output_gradients(
-        self, stage: int, microbatch: int, outputs: list[torch.Tensor]
-    ) -> Gradients:
-        if stage + 1 == len(self.placement):
-            return [torch.full_like(x, self.weights[microbatch]) for x in outputs]
-        structure, tensors, _ = self._incoming(GRADIENT, stage, microbatch)
-        gradients: Gradients = list(unpack(structure, tensors))
-        got = [None if g is None else g.shape for g in gradients]
-        if len(gradients) != len(outputs) or any(
-            g is not None and g.shape != x.shape
-            for g, x in zip(gradients, outputs, strict=True)
-        ):
-            raise RuntimeError(
-                f"PipelineRunner: expected gradients of shapes "
-                f"{[tuple(x.shape) for x in outputs]} for stage {stage}, but got {got}"
-            )
-        return gradients
+    def _distribute(
+        self, stage: int, microbatch: int, output: Any
+    ) -> list[list[torch.Tensor]]:
+        """Keep what goes to each target; return the tensors that go to each."""
+        taken: set[str] = set()
+        outputs: list[list[torch.Tensor]] = []
+        for number, target in reversed(list(enumerate(self._targets[stage]))):
+            value = output
+            if number > 0:
+                keys = self.work.keys(stage, target)
+                value = _picked(output, keys, stage)
+                taken.update(keys)
+            elif taken:
+                value = {key: x for key, x in output.items() if key not in taken}
+            packed = pack(value, f"stage {stage}")
+            key = ACTIVATION, stage, target, number > 0, microbatch
+            self._results[key] = packed
+            outputs.insert(0, packed[1])
+        return outputs
 
     def _backward(self, stage: int, microbatch: int) -> None:
         leaves, outputs = self._saved[stage, microbatch]
-        gradients = self._output_gradients(stage, microbatch, outputs)
+        roots = self._roots(stage, microbatch, outputs)
         del self._saved[stage, microbatch]
-        roots = [
-            (output, gradient)
-            for output, gradient in zip(outputs, gradients, strict=True)
-            if gradient is not None and output.requires_grad
-        ]
         if roots:
             # The casts of the forward are recorded; the backward makes no new ones.
             cast = torch.is_autocast_enabled("cpu")
             with torch.autocast("cpu", enabled=False) if cast else nullcontext():
-                torch.autograd.backward(
-                    [output for output, _ in roots], [g for _, g in roots]
-                )
-        if stage > 0:
-            found = [None if leaf is None else leaf.grad for leaf in leaves]
-            self._results[GRADIENT, stage, microbatch] = pack(found, f"stage {stage}")
+                torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
+        for number, source in enumerate(self._sources[stage]):
+            found = [None if leaf is None else leaf.grad for leaf in leaves[number]]
+            key = GRADIENT, stage, source, number > 0, microbatch
+            self._results[key] = pack(found, f"stage {stage}")
+
+    def _roots(
+        self, stage: int, microbatch: int, outputs: list[list[torch.Tensor]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the outputs to differentiate, each with its gradient."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        if stage + 1 == len(self.placement):
+            pairs += [(x, self.work.seed(microbatch, x)) for x in outputs[0]]
+        for number, target in enumerate(self._targets[stage]):
+            structure, tensors, _ = self._incoming(
+                GRADIENT, target, stage, number > 0, microbatch
+            )
+            gradients = unpack(structure, tensors)
+            _check_gradients(stage, outputs[number], gradients)
+            pairs += zip(outputs[number], gradients, strict=True)
+        return [(x, g) for x, g in pairs if g is not None and x.requires_grad]
+
+
+def _picked(output: Any, keys: list[str], stage: int) -> dict[str, Any]:
+    """Return the routed part of an output."""
+    if type(output) is not dict:
+        raise TypeError(
+            f"PipelineRunner: expected stage {stage} to return a dict with the keys "
+            f"of its routes, but got {type(output).__name__}"
+        )
+    missing = [key for key in keys if key not in output]
+    if missing:
+        raise ValueError(
+            f"PipelineRunner: expected stage {stage} to return a dict with key "
+            f"{missing[0]!r} of its routes, but got keys {list(output)}"
+        )
+    return {key: output[key] for key in keys}
+
+
+def _check_gradients(
+    stage: int, outputs: list[torch.Tensor], gradients: list[torch.Tensor | None]
+) -> None:
+    got = [None if g is None else tuple(g.shape) for g in gradients]
+    shapes = [tuple(x.shape) for x in outputs]
+    fits = len(got) == len(shapes) and all(
+        g is None or g == x for g, x in zip(got, shapes, strict=True)
+    )
+    if not fits:
+        raise RuntimeError(
+            f"PipelineRunner: expected gradients of shapes {shapes} for stage {stage}, "
+            f"but got {got}"
+        )
