@@ -6,6 +6,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 
 #include <algorithm>
 
@@ -219,8 +220,19 @@ void Cut::redirect(Place& place) {
       changed = true;
     }
   }
-  if (changed) {
-    edited_.push_back(std::move(edited));
+  if (!changed) {
+    return;
+  }
+  edited_.push_back(std::move(edited));
+  // What was done in place on a view: the node of that operation is inside, and
+  // torch checks that it has the same edges but for the first.
+  if (const auto* slices = dynamic_cast<torch::autograd::CopySlices*>(&node)) {
+    edge_list& inner = slices->fn->next_edges();
+    edited_.push_back({slices->fn, inner, {}});
+    std::copy(
+        node.next_edges().begin() + 1,
+        node.next_edges().end(),
+        inner.begin() + 1);
   }
 }
 

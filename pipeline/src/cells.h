@@ -14,6 +14,9 @@
 
 namespace torch_sm3::pipeline {
 
+/// An action has eight bits for the number of its route.
+inline constexpr size_t kMostRoutes = 254;
+
 /// One action, or the two of `(0F3;5B1)OVERLAP_F_B`. A message with a route
 /// names the stage at its other end, because routes may not be known yet.
 struct Cell {

@@ -11,7 +11,6 @@ namespace {
 
 using Words = std::vector<std::string_view>;
 constexpr const char* kBlank = " \t\r";
-constexpr size_t kMostRoutes = 254;
 
 [[noreturn]] void fail(const std::string& expected, std::string_view got) {
   throw ScheduleError(
