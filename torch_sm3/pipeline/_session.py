@@ -32,11 +32,11 @@ from torch_sm3.pipeline._step import LOST, StepRun
 from torch_sm3.pipeline._work import Seeds, StepWork
 
 _NOT_ALONE = (
-    "PipelineRunner: expected no other runner at work on the same group, but got one; "
-    "call one after the other, or give each a group of its own"
+    "PipelineRunner: expected no other call at work on the same group, but got one; "
+    "call one after the other, or give each runner a group of its own"
 )
-# The ranks of groups on which a runner of this process is at work.
-_busy: set[Any] = set()
+# Sessions at work, and the groups they work on, each with its thread.
+_busy: dict[Any, int] = {}
 _busy_lock = threading.Lock()
 
 
@@ -330,20 +330,20 @@ class Session:
     @contextmanager
     def _alone(self) -> Iterator[Exception | None]:
         """Be the only runner at work on the group; yield why this one may not be."""
-        key = self._parts.key
+        key, thread = self._parts.key, threading.get_ident()
         with _busy_lock:
-            if self in _busy:
-                raise RuntimeError(
-                    "PipelineRunner: expected one call at a time, but got a second one "
-                    "from within or another thread; call one after the other"
-                )
             free = key is None or key not in _busy
-            _busy.update([self, key] if free else [self])
+            # From within a call nobody else joins in, so there is nobody to tell.
+            if self in _busy or (not free and _busy[key] == thread):
+                raise RuntimeError(_NOT_ALONE)
+            held = [self, *([key] if free and key is not None else [])]
+            _busy.update(dict.fromkeys(held, thread))
         try:
             yield None if free else RuntimeError(_NOT_ALONE)
         finally:
             with _busy_lock:
-                _busy.difference_update([self, key] if free else [self])
+                for name in held:
+                    del _busy[name]
 
     @contextmanager
     def _watched(self, training: bool) -> Iterator[None]:
