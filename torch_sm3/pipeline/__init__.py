@@ -10,12 +10,14 @@ from torch_sm3.pipeline._result import OptimResult, StepResult
 from torch_sm3.pipeline.runner import PipelineRunner
 from torch_sm3.pipeline.schedule import Action, Schedule, ScheduleError, plan
 from torch_sm3.pipeline.stage import Stage
+from torch_sm3.pipeline.validate import PostValidator
 
 __all__ = [
     "Action",
     "OptimResult",
     "PipelineError",
     "PipelineRunner",
+    "PostValidator",
     "ProtocolError",
     "Schedule",
     "ScheduleError",

@@ -50,6 +50,8 @@ class StepRun:
 
     Attributes:
         work: user code.
+        anew: whether the step is to begin anew, since the one before it was wrong;
+            then the rest of the run was communication only.
     """
 
     work: Work
@@ -69,6 +71,7 @@ class StepRun:
         self.failure: tuple[Failure, int] | None = None
         self.cause: BaseException | None = None
         self.poison: Failure | None = None
+        self.anew = False
         last = len(placement) - 1
         # The neighbour comes first; a route may lead to it, too.
         self._sources = {
@@ -108,7 +111,7 @@ class StepRun:
         """
         for index, action in enumerate(actions):
             if self.failed:
-                self._pass(action)
+                self._pass(action, index)
                 continue
             try:
                 self._do(action)
@@ -117,7 +120,7 @@ class StepRun:
             except PoisonedError as poison:
                 self.poison = poison.failure
                 self._forget()
-                self._pass(action)
+                self._pass(action, index)
             except BaseException as error:
                 failure = Failure(
                     self.rank,
@@ -128,8 +131,8 @@ class StepRun:
                     str(error),
                 )
                 self.fail(failure, index, error)
-                if action.op not in COLLECTIVES:
-                    self._pass(action)
+                if action.op not in (*COLLECTIVES, "VALIDATE"):
+                    self._pass(action, index)
 
     def attempt(self, place: Failure, index: int, call: Callable[[], None]) -> None:
         """Do what follows the row, unless this rank failed.
@@ -166,6 +169,26 @@ class StepRun:
         own = self.failure is not None and self.failure[0] == failure
         return self.cause if own else None
 
+    def _begin_anew(self) -> None:
+        """Do the rest of the row as after a failure, which it is not."""
+        self.anew = True
+        self.failure = self.cause = None
+        self.poison = Failure(self.rank, 0, 0, "VALIDATE", "", "the step begins anew")
+        self._forget()
+
+    def _validate_failed(self, action: Action, index: int) -> None:
+        """End the optimizer step before this one on a rank that failed meanwhile."""
+        try:
+            if self.work.validate():
+                self._begin_anew()
+        except LOST:
+            raise
+        except BaseException as error:
+            name, text = type(error).__name__, str(error)
+            if self.failure is None:
+                failure = Failure(self.rank, action.stage, 0, action.text, name, text)
+                self.fail(failure, index, error)
+
     def _forget(self) -> None:
         self._results.clear()
         self._saved.clear()
@@ -181,6 +204,8 @@ class StepRun:
             self._message(action)
         elif action.op in CALLBACKS:
             self.work.callback(action.op, action.stage)
+        elif action.op == "VALIDATE" and self.work.validate():
+            self._begin_anew()
 
     # --- messages ----------------------------------------------------------
 
@@ -214,13 +239,15 @@ class StepRun:
             )
             del self._results[key]
 
-    def _pass(self, action: Action) -> None:
+    def _pass(self, action: Action, index: int) -> None:
         """Do the communication of an action after a failure, and no more."""
         op, stage, microbatch = action[:3]
         if op == "F" or op in _BACKWARDS:
             self._drain(ACTIVATION if op == "F" else GRADIENT, stage, microbatch)
         elif op in COLLECTIVES:
             self.work.collective(op, stage, microbatch, True)
+        elif op == "VALIDATE":
+            self._validate_failed(action, index)
         elif op.startswith("RECV"):
             self._message(action)
         elif op.startswith("SEND") and self.links is not None:

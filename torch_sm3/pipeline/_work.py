@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -53,6 +53,9 @@ class Work(Protocol):
     def callback(self, op: str, stage: int) -> None:
         """Do UNSHARD or RESHARD."""
 
+    def validate(self) -> bool:
+        """End the optimizer step before; return whether this step is to begin anew."""
+
 
 class Seeds(NamedTuple):
     """What random numbers of a deterministic run depend on.
@@ -79,6 +82,7 @@ class StepWork:
         gradients: ties and reductions.
         scaler: scales the loss, or None.
         seeds: for a deterministic run, or None.
+        validate: ends the optimizer step before.
 
     Attributes:
         feed: inputs and targets.
@@ -95,12 +99,14 @@ class StepWork:
         gradients: Gradients,
         scaler: torch.amp.GradScaler | None,
         seeds: Seeds | None,
+        validate: Callable[[], bool],
     ) -> None:
         self._stages = stages
         self._last = last
         self._gradients = gradients
         self._scaler = scaler
         self._seeds = seeds
+        self._validate = validate
 
     def forward(
         self, stage: int, microbatch: int, value: Any, skips: dict[str, Any]
@@ -137,6 +143,10 @@ class StepWork:
         call = getattr(self._stages[stage].module, op.lower(), None)
         if call is not None:
             call()
+
+    def validate(self) -> bool:
+        """End the optimizer step before; return whether this step is to begin anew."""
+        return self._validate()
 
     @contextmanager
     def _random(self, stage: int, microbatch: int) -> Iterator[None]:
