@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Lowering against its definition, on schedules that nobody planned.
 #include <pipeline_random.h>
+#include <torch_sm3/pipeline/verifier.h>
 
 #include <gtest/gtest.h>
 
@@ -266,6 +267,9 @@ struct Trial {
 void Trial::check_cells() const {
   EXPECT_EQ(lowered_.lower(), lowered_);
   EXPECT_EQ(Schedule::parse(lowered_.text()), lowered_);
+  // Reading CSV verifies it too.
+  EXPECT_EQ(Schedule::from_csv(lowered_.to_csv()), lowered_);
+  EXPECT_EQ(Schedule::from_csv(made_.schedule.to_csv()).lower(), lowered_);
   for (uint32_t rank = 0; rank < lowered_.ranks; ++rank) {
     std::vector<Action> cells;
     for (const Action a : lowered_.rows[rank]) {
@@ -399,6 +403,13 @@ void Trial::check_reductions() const {
 
 void Trial::check_progress() const {
   EXPECT_TRUE(runs_with_blocking_sends(lowered_));
+  for (const Links links :
+       {Links::kPosted, Links::kRendezvous, Links::kBlocking}) {
+    VerifyOptions options;
+    options.links.links = links;
+    const Report report = verify(lowered_, options);
+    EXPECT_TRUE(report.valid()) << report.message;
+  }
 }
 
 template <void (Trial::*check)() const>
