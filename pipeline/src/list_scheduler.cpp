@@ -97,9 +97,13 @@ class ListScheduler {
     for (const uint32_t s : own) {
       lives += life(s) * policy_.weights[s];
     }
+    if (lives <= 0) {
+      return; // what takes no room needs no share of it
+    }
     for (const uint32_t s : own) {
       const double wanted = policy_.budgets[stages_[s].rank] * life(s) / lives;
-      stages_[s].most = static_cast<uint32_t>(std::ceil(wanted - 1e-9));
+      const double most = std::ceil(std::min<double>(wanted, m_) - 1e-9);
+      stages_[s].most = std::max(1u, static_cast<uint32_t>(most));
     }
   }
 
