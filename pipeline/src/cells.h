@@ -78,6 +78,13 @@ Schedule parse_head(std::string_view line);
 /// \param schedule what to describe
 std::string head_of(const Schedule& schedule);
 
+/// Puts routes and the members of ties in ascending order.
+///
+/// \param schedule what holds them
+/// \throws ScheduleError if one goes to an earlier stage or one that is not
+///     there, stands twice, or there are too many
+void sort_routes(Schedule* schedule);
+
 /// Appends the text of an action that is not one half of a pair.
 ///
 /// \param out      where the text goes

@@ -2,6 +2,7 @@
 // One row per rank, one cell per slot: what torch.distributed.pipelining reads
 // and writes, and the same with the whole language.
 #include <cells.h>
+#include <torch_sm3/pipeline/verifier.h>
 
 #include <algorithm>
 #include <limits>
@@ -263,6 +264,10 @@ Schedule Schedule::from_csv(std::string_view text, const std::string& kind) {
     });
     actions.shrink_to_fit();
   });
+  // Whether it can run at all; how many sends may wait is for the reader.
+  VerifyOptions options;
+  options.links.links = Links::kPosted;
+  verify(*schedule, options).raise_if_invalid();
   return std::move(*schedule);
 }
 

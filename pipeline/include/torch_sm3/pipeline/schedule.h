@@ -83,9 +83,20 @@ struct Schedule {
   ///
   /// \param text what was in the file
   /// \param kind name for a schedule without that line
-  /// \throws ScheduleError naming row, column and cell of what it cannot read
+  /// \throws ScheduleError naming row, column and cell of what it cannot read,
+  ///     or with the verifier's counter-example if the order cannot run
   TORCH_SM3_API static Schedule
   from_csv(std::string_view text, const std::string& kind = "csv");
+
+  /// Returns the schedule with other routes and ties.
+  ///
+  /// \param routes values that skip stages, each once, to a later stage
+  /// \param ties   two or more stages for each tied weight
+  /// \throws ScheduleError naming what is wrong, or if the schedule holds
+  ///     messages or collectives, which belong to the routes and ties it has
+  TORCH_SM3_API Schedule with_routes(
+      std::vector<Route> routes,
+      std::vector<std::vector<uint16_t>> ties) const;
 
   /// Tells whether any action is a message, REDUCE_GRAD, TIE_REDUCE or OPTIM.
   TORCH_SM3_API bool lowered() const;
