@@ -204,8 +204,14 @@ void Cut::redirect(edge_list& edges) {
 // Lets a node that runs now send to stand-ins, and hold what waits.
 void Cut::redirect(Place& place) {
   Node& node = *place.node;
+  const auto moves = [&](const Edge& edge) {
+    return edge.is_valid() &&
+           (at(edge).partial || at(edge).role == Role::kLate);
+  };
+  if (std::ranges::none_of(node.next_edges(), moves)) {
+    return;
+  }
   Edited edited{node.getptr(), node.next_edges(), {}};
-  bool changed = false;
   for (Edge& edge : node.next_edges()) {
     if (!edge.is_valid()) {
       continue;
@@ -213,17 +219,12 @@ void Cut::redirect(Place& place) {
     const Place& target = at(edge);
     if (target.partial) {
       edge.function = target.partial;
-      changed = true;
     } else if (target.role == Role::kLate) {
       if (!edited.held) {
         edited.held = make_node<Held>(node.sequence_nr());
       }
       edge = edited.held->stand_in(edited.held, edge);
-      changed = true;
     }
-  }
-  if (!changed) {
-    return;
   }
   edited_.push_back(std::move(edited));
   // What was done in place on a view: the node of that operation is inside, and

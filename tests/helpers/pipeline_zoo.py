@@ -136,6 +136,19 @@ def _shared_transpose(m: Any, x: Tensor) -> Tensor:
     return torch.tanh(x @ m.kept) * m.scale.view(1, -1) @ m.kept
 
 
+def _tokens(x: Tensor) -> Tensor:
+    return (x.detach()[:, 0].abs() * 9).long() % 10
+
+
+def _embedding(sparse: bool = False) -> nn.Module:
+    return Apply(
+        lambda m, x: m.b(torch.tanh(m.a(m.e(_tokens(x))))),
+        e=nn.Embedding(10, D, sparse=sparse),
+        a=nn.Linear(D, D),
+        b=nn.Linear(D, D),
+    )
+
+
 def _shared_sum(m: Any, x: Tensor) -> Tensor:
     if m.kept is None:
         m.kept = m.w + torch.ones(D)
@@ -302,6 +315,15 @@ ZOO: dict[str, Case] = {
     ),
     "unused_input": Case(
         lambda: Apply(lambda m, x, y: m.a(x), a=_linear()), ((4, D), (3,))
+    ),
+    "embedding": Case(_embedding),
+    "embedding_sparse": Case(lambda: _embedding(sparse=True)),
+    "embedding_tied": Case(
+        lambda: Apply(
+            lambda m, x: torch.tanh(m.e(_tokens(x)) @ m.w + x.sum()) @ m.e.weight.t(),
+            e=nn.Embedding(10, D),
+            w=_w(D, D),
+        )
     ),
     "only_weights": Case(
         lambda: Apply(lambda m, x: torch.tanh(m.w @ m.w), w=_w(D, D)),
