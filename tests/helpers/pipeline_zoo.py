@@ -152,7 +152,13 @@ def _embedding(sparse: bool = False) -> nn.Module:
 def _shared_sum(m: Any, x: Tensor) -> Tensor:
     if m.kept is None:
         m.kept = m.w + torch.ones(D)
-    return x * m.kept + m.kept
+    return (x * m.kept + m.kept) @ m.v
+
+
+def _shared_view(m: Any, x: Tensor) -> Tensor:
+    if m.kept is None:
+        m.kept = m.w.view(1, -1)
+    return (x * m.kept) @ m.v
 
 
 def _two_outputs(m: Any, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -173,7 +179,7 @@ def _hooked(m: Any, x: Tensor) -> Tensor:
     y.grad_fn.register_prehook(lambda grads: (grads[0] * 3,))
     z = m.c(y)
     # Sees all gradients that the node finds, and changes one of them.
-    z.grad_fn.register_hook(lambda found, _: (found[0] * 5, *found[1:]))
+    z.grad_fn.register_hook(lambda found, _: tuple(5 * grad for grad in found))
     return z
 
 
@@ -306,7 +312,8 @@ ZOO: dict[str, Case] = {
     "shared_transpose": Case(
         lambda: Apply(_shared_transpose, w=_w(D, D), scale=_w(D), kept=None)
     ),
-    "shared_sum": Case(lambda: Apply(_shared_sum, w=_w(D), kept=None), splits=False),
+    "shared_sum": Case(lambda: Apply(_shared_sum, w=_w(D), v=_w(D, D), kept=None)),
+    "shared_view": Case(lambda: Apply(_shared_view, w=_w(D), v=_w(D, D), kept=None)),
     "outputs": Case(
         lambda: Apply(_two_outputs, a=_linear(), b=_linear()), ((4, D), (4, D))
     ),
