@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.pipeline_backward import assert_same, backward, by_torch, by_us, twin
-from helpers.pipeline_zoo import ZOO, Checkpointed
+from helpers.pipeline_layers import Checkpointed
+from helpers.pipeline_zoo import ZOO
 from torch import Tensor, nn
 
 
