@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,6 +15,9 @@ import torch.distributed as dist
 
 from torch_sm3.pipeline._faults import GroupLostError
 from torch_sm3.pipeline._links import new_group
+
+# Longest wait without looking at signals, in seconds.
+_SLICE = 0.2
 
 
 class Collective:
@@ -36,7 +41,7 @@ class Collective:
         self._limit = timedelta(seconds=timeout)
 
     def wait(self, work: Any) -> None:
-        """Wait for a collective that was started.
+        """Wait for a message that was started.
 
         Raises:
             GroupLostError: if a rank is gone or silent.
@@ -44,10 +49,28 @@ class Collective:
         try:
             work.wait(self._limit)
         except RuntimeError as error:
-            raise GroupLostError(
-                f"a rank of its replicas or ties ended or was silent for "
-                f"{self._limit.total_seconds():g} s"
-            ) from error
+            raise self._lost() from error
+
+    def wait_for_all(self, work: Any) -> None:
+        """Wait for a collective that was started, in slices that serve Ctrl-C.
+
+        Raises:
+            GroupLostError: if a rank is gone or silent.
+        """
+        done = threading.Event()
+        work.get_future().add_done_callback(lambda _: done.set())
+        end = time.monotonic() + self._limit.total_seconds()
+        while not done.wait(_SLICE):
+            if time.monotonic() > end:
+                raise self._lost()
+        self.wait(work)
+
+    def _lost(self) -> GroupLostError:
+        others = [rank for rank in self._ranks if rank != self._ranks[self.rank]]
+        return GroupLostError(
+            f"one of the ranks {others} of the world, with the same stages or tied "
+            f"weights, ended or was silent for {self._limit.total_seconds():g} s"
+        )
 
     def start_sum(self, tensor: torch.Tensor) -> Any:
         """Start to replace a tensor by its sum over the ranks."""
@@ -70,7 +93,9 @@ class Collective:
         padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
         padded[: own.numel()] = own
         parts = [torch.empty_like(padded) for _ in sizes]
-        self.wait(dist.all_gather(parts, padded, group=self.group, async_op=True))
+        self.wait_for_all(
+            dist.all_gather(parts, padded, group=self.group, async_op=True)
+        )
         pairs = zip(parts, sizes, strict=True)
         return [pickle.loads(p[: int(n)].numpy().tobytes()) for p, n in pairs]
 
@@ -92,14 +117,14 @@ class Collective:
 
     def _small(self, values: list[float], op: Any) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
-        self.wait(self._call(dist.all_reduce, tensor, op))
+        self.wait_for_all(self._call(dist.all_reduce, tensor, op))
         return tensor.tolist()
 
     def _call(self, function: Callable[..., Any], tensor: torch.Tensor, op: Any) -> Any:
         try:
             return function(tensor, op, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise GroupLostError("a rank of its replicas ended") from error
+            raise self._lost() from error
 
     def _peer(
         self, function: Callable[..., Any], tensor: torch.Tensor, rank: int, tag: int
@@ -107,4 +132,4 @@ class Collective:
         try:
             return function(tensor, self._ranks[rank], group=self.group, tag=tag)
         except RuntimeError as error:
-            raise GroupLostError(f"rank {rank} of its ties ended") from error
+            raise self._lost() from error
