@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_sm3.pipeline._faults import GroupLostError
-from torch_sm3.pipeline._links import new_group
+from torch_sm3.pipeline._faults import GroupLostError, LinksLostError
+from torch_sm3.pipeline._links import Links, new_group
 
 # Longest wait without looking at signals, in seconds.
 _SLICE = 0.2
@@ -26,19 +26,28 @@ class Collective:
     Args:
         group: the ranks.
         timeout: longest wait, in seconds.
+        links: whose loss ends a wait for all, or None.
 
     Attributes:
-        group: the group.
         rank: this rank in it.
         size: number of its ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
-        self.group = new_group(group, timeout)
+    def __init__(
+        self, group: dist.ProcessGroup | None, timeout: float, links: Links | None
+    ) -> None:
+        self._links = links
+        self._group: dist.ProcessGroup | None = new_group(group, timeout)
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self._ranks = dist.get_process_group_ranks(self.group)
         self._limit = timedelta(seconds=timeout)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group."""
+        assert self._group is not None, "not closed yet"
+        return self._group
 
     def wait(self, work: Any) -> None:
         """Wait for a message that was started.
@@ -56,11 +65,15 @@ class Collective:
 
         Raises:
             GroupLostError: if a rank is gone or silent.
+            LinksLostError: if the links are lost meanwhile.
         """
         done = threading.Event()
         work.get_future().add_done_callback(lambda _: done.set())
         end = time.monotonic() + self._limit.total_seconds()
         while not done.wait(_SLICE):
+            if self._links is not None and self._links.failure() is not None:
+                # The other ranks learn of it by their own links.
+                raise LinksLostError
             if time.monotonic() > end:
                 raise self._lost()
         self.wait(work)
@@ -109,8 +122,11 @@ class Collective:
 
     def close(self) -> None:
         """Give the group back."""
+        group, self._group = self._group, None
+        if group is None:
+            return
         try:
-            dist.destroy_process_group(self.group)
+            dist.destroy_process_group(group)
         except (AssertionError, ValueError, RuntimeError):
             # All groups were destroyed before this runner was closed.
             pass
