@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torch_sm3 import _ops
+from torch_sm3._groups import own_group
 from torch_sm3.pipeline._faults import Failure, LinksLostError, PoisonedError
 from torch_sm3.pipeline._values import pack, unpack
 
@@ -26,18 +27,9 @@ def new_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGr
         group: the ranks, all of them if None.
         timeout: longest wait for a message, in seconds.
     """
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    # The ranks of a part of the world need not know of the other parts.
-    local = len(ranks) < dist.get_world_size()
-    opened = dist.new_group(
-        ranks,
-        # Ranks may come to a constructor minutes apart, as messages may not.
-        timeout=timedelta(seconds=max(timeout, 300.0)),
-        backend="gloo",
-        use_local_synchronization=local,
-    )
-    assert isinstance(opened, dist.ProcessGroup), "this rank is one of them"
-    return opened
+    # Ranks may come to a constructor minutes apart, as messages may not.
+    limit = timedelta(seconds=max(timeout, 300.0))
+    return own_group(group, limit, "gloo")
 
 
 class Links:

@@ -16,6 +16,7 @@ from torch_sm3.pipeline._faults import Failure, LinksLostError, PoisonedError
 from torch_sm3.pipeline._links import ACTIVATION, GRADIENT, Links, new_group
 
 two_ranks = Scenarios(2)
+three_ranks = Scenarios(3, timeout=120.0)
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
@@ -256,3 +257,22 @@ def wrong_calls(rank: int, ranks: int) -> None:
 
 def test_wrong_calls_are_refused() -> None:
     two_ranks.answers(wrong_calls)
+
+
+@three_ranks
+def part_of_the_world(rank: int, ranks: int) -> float:
+    part = dist.new_group([0, 1])
+    if rank < 2:
+        for _ in range(2):
+            links = Links(new_group(part, 20.0), 20.0, 2, 1, [0, 1])
+            links.close()
+    # Numbered by torch's own counter, which only the members would have raised.
+    everyone = dist.new_group(backend="gloo")
+    total = torch.tensor(float(rank + 1))
+    dist.all_reduce(total, group=everyone)
+    dist.destroy_process_group(everyone)
+    return total.item()
+
+
+def test_groups_of_some_ranks_leave_later_groups_of_all_alone() -> None:
+    assert three_ranks.answers(part_of_the_world) == [6.0] * 3
