@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch.classes.torch_sm3.PipelineSchedule and PipelineTransport, for Python
-// and TorchScript alike. torch releases the GIL around every call.
+// torch.classes.torch_sm3.PipelineSchedule, for Python and TorchScript alike.
 #include <torch_sm3/check.h>
 #include <torch_sm3/pipeline/planner.h>
-#include <torch_sm3/pipeline/transport.h>
 
 #include <torch/custom_class.h>
 
@@ -87,105 +85,6 @@ class PipelineSchedule : public torch::CustomClassHolder {
   Schedule schedule_;
 };
 
-MessageClass link_class(int64_t number) {
-  TORCH_SM3_CHECK_VALUE(
-      number >= 0 && number <= 2,
-      "PipelineTransport",
-      "link",
-      "0 (activation), 1 (gradient) or 2 (control)",
-      number);
-  return static_cast<MessageClass>(number);
-}
-
-class PipelineTransport : public torch::CustomClassHolder {
- public:
-  PipelineTransport(
-      c10::intrusive_ptr<c10d::ProcessGroup> group,
-      double timeout,
-      int64_t max_pending,
-      int64_t hub,
-      std::vector<int64_t> first_stage)
-      : transport_(
-            std::move(group),
-            {timeout, max_pending, hub, std::move(first_stage)}) {}
-
-  void begin(int64_t step, bool evaluation) {
-    transport_.begin(static_cast<uint64_t>(step), evaluation);
-  }
-
-  // `poison` sends the structure, a failure, in place of the message owed.
-  int64_t send(
-      int64_t peer,
-      int64_t link,
-      int64_t source,
-      int64_t target,
-      int64_t microbatch,
-      std::string structure,
-      const std::vector<at::Tensor>& tensors,
-      bool poison,
-      double seconds) {
-    Header header = stages(source, target, microbatch);
-    header.message_class = poison ? MessageClass::kPoison : link_class(link);
-    header.structure = std::move(structure);
-    return static_cast<int64_t>(transport_.send(
-        peer, link_class(link), std::move(header), tensors, seconds));
-  }
-
-  int64_t receive(
-      int64_t peer,
-      int64_t link,
-      int64_t source,
-      int64_t target,
-      int64_t microbatch) {
-    return transport_.receive(
-        peer, link_class(link), stages(source, target, microbatch));
-  }
-
-  int64_t wait(int64_t ticket, double seconds) {
-    return static_cast<int64_t>(transport_.wait(ticket, seconds));
-  }
-
-  // Whether it is poison, the structure, the tensors and which require grad.
-  std::tuple<bool, std::string, std::vector<at::Tensor>, std::vector<bool>>
-  take(int64_t ticket) {
-    Message message = transport_.take(ticket);
-    std::vector<bool> requires_grad;
-    requires_grad.reserve(message.header.tensors.size());
-    for (const TensorMeta& meta : message.header.tensors) {
-      requires_grad.push_back(meta.requires_grad);
-    }
-    return {
-        message.header.message_class == MessageClass::kPoison,
-        std::move(message.header.structure),
-        std::move(message.tensors),
-        std::move(requires_grad)};
-  }
-
-  bool flush(double seconds) {
-    return transport_.flush(seconds);
-  }
-  void fail(const std::string& structure) {
-    transport_.fail(structure);
-  }
-  std::string failure() const {
-    return transport_.failure();
-  }
-  void close() {
-    transport_.close();
-  }
-
- private:
-  static Header stages(int64_t source, int64_t target, int64_t microbatch) {
-    Header header;
-    header.source = static_cast<uint16_t>(source);
-    header.target = static_cast<uint16_t>(target);
-    header.microbatch = static_cast<uint32_t>(microbatch);
-    return header;
-  }
-
-  Transport transport_;
-};
-
 TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
   m.class_<PipelineSchedule>("PipelineSchedule")
       .def(
@@ -211,23 +110,6 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
           [](const std::string& text) {
             return PipelineSchedule::parse(text);
           });
-  m.class_<PipelineTransport>("PipelineTransport")
-      .def(
-          torch::init<
-              c10::intrusive_ptr<c10d::ProcessGroup>,
-              double,
-              int64_t,
-              int64_t,
-              std::vector<int64_t>>())
-      .def("begin", &PipelineTransport::begin)
-      .def("send", &PipelineTransport::send)
-      .def("receive", &PipelineTransport::receive)
-      .def("wait", &PipelineTransport::wait)
-      .def("take", &PipelineTransport::take)
-      .def("flush", &PipelineTransport::flush)
-      .def("fail", &PipelineTransport::fail)
-      .def("failure", &PipelineTransport::failure)
-      .def("close", &PipelineTransport::close);
 }
 
 } // namespace

@@ -12,16 +12,20 @@ namespace {
 // of this order.
 constexpr std::chrono::milliseconds kTick{50};
 
-std::string action_name(bool sends, MessageClass link_class, const Header& h) {
-  if (link_class == MessageClass::kControl) {
+std::string action_name(bool sends, Channel channel, const Header& header) {
+  if (channel == Channel::kControl) {
     return "";
   }
-  const char* direction = link_class == MessageClass::kActivation ? "F" : "B";
-  return c10::str(
-      sends ? h.source : h.target,
+  const bool forward = header.source < header.target;
+  std::string text = c10::str(
+      sends ? header.source : header.target,
       sends ? "SEND_" : "RECV_",
-      direction,
-      h.microbatch);
+      forward ? "F" : "B",
+      header.microbatch);
+  if (class_of(channel) == MessageClass::kSkip) {
+    text += sends ? c10::str(">", header.target) : c10::str("<", header.source);
+  }
+  return text;
 }
 
 } // namespace
@@ -37,9 +41,13 @@ Transport::Engine::Engine(
 void Transport::Engine::start() {
   const Lock lock(mutex_);
   for (const int64_t peer : control_peers()) {
-    launch(incoming(peer, MessageClass::kControl), &Engine::run_control);
+    launch(incoming(peer, Channel::kControl), &Engine::run_control);
   }
   watcher_ = std::thread([self = shared_from_this()] { self->watch(); });
+  if (!options_.link_delay.empty()) {
+    delayer_ =
+        std::thread([self = shared_from_this()] { self->run_delayed(); });
+  }
 }
 
 std::vector<int64_t> Transport::Engine::control_peers() const {
@@ -52,30 +60,33 @@ std::vector<int64_t> Transport::Engine::control_peers() const {
   return peers;
 }
 
-int Transport::Engine::tag(MessageClass link_class, int64_t from, int64_t to)
-    const {
+int Transport::Engine::tag(Channel channel, int64_t from, int64_t to) const {
   return static_cast<int>(
-      (static_cast<int64_t>(link_class) * size_ + from) * size_ + to);
+      (static_cast<int64_t>(channel) * size_ + from) * size_ + to);
 }
 
 Transport::Engine::Outgoing&
-Transport::Engine::outgoing(int64_t peer, MessageClass link_class) {
-  std::unique_ptr<Outgoing>& link = outgoing_[{peer, link_class}];
+Transport::Engine::outgoing(int64_t peer, Channel channel) {
+  std::unique_ptr<Outgoing>& link = outgoing_[{peer, channel}];
   if (!link) {
     link = std::make_unique<Outgoing>();
     link->peer = peer;
-    link->tag = tag(link_class, rank_, peer);
+    link->tag = tag(channel, rank_, peer);
+    const auto delay = options_.link_delay.find({rank_, peer});
+    if (delay != options_.link_delay.end() && channel != Channel::kControl) {
+      link->delay = in_seconds(delay->second);
+    }
   }
   return *link;
 }
 
 Transport::Engine::Incoming&
-Transport::Engine::incoming(int64_t peer, MessageClass link_class) {
-  std::unique_ptr<Incoming>& link = incoming_[{peer, link_class}];
+Transport::Engine::incoming(int64_t peer, Channel channel) {
+  std::unique_ptr<Incoming>& link = incoming_[{peer, channel}];
   if (!link) {
     link = std::make_unique<Incoming>();
     link->peer = peer;
-    link->tag = tag(link_class, peer, rank_);
+    link->tag = tag(channel, peer, rank_);
     link->buffer = empty_bytes(kFrameBytes + kSmallPayload);
   }
   return *link;
@@ -161,7 +172,7 @@ void Transport::Engine::fail(const std::string& structure, int64_t except) {
     failure_ = structure;
     for (const int64_t peer : control_peers()) {
       if (peer != except) {
-        alarms.push_back(&outgoing(peer, MessageClass::kControl));
+        alarms.push_back(&outgoing(peer, Channel::kControl));
       }
     }
     for (const Waiting& waiting : waiting_) {
@@ -197,14 +208,14 @@ Failure Transport::Engine::lost_peer(int64_t peer) const {
 
 Failure Transport::Engine::timed_out(
     bool sends,
-    MessageClass link_class,
+    Channel channel,
     const Header& header,
     int64_t peer) const {
   return {
       rank_,
       sends ? header.source : header.target,
       header.microbatch,
-      action_name(sends, link_class, header),
+      action_name(sends, channel, header),
       "TimeoutError",
       c10::str(
           "rank ",
@@ -280,12 +291,15 @@ void Transport::Engine::close() {
     stopping_ = true;
     changed_.notify_all();
     watching_.notify_all();
+    delaying_.notify_all();
   }
   for (auto& entry : incoming_) {
     stop(*entry.second);
   }
-  if (watcher_.joinable()) {
-    watcher_.join();
+  for (std::thread* thread : {&watcher_, &delayer_}) {
+    if (thread->joinable()) {
+      thread->join();
+    }
   }
   const Lock lock(mutex_);
   for (auto& entry : incoming_) {

@@ -4,27 +4,25 @@
 #include <payload.h>
 
 namespace torch_sm3::pipeline {
-int64_t Transport::Engine::receive(
-    int64_t peer,
-    MessageClass link_class,
-    Header expected) {
+int64_t
+Transport::Engine::receive(int64_t peer, Channel channel, Header expected) {
   Lock lock(mutex_);
   const int64_t ticket = next_ticket_++;
   auto receipt = std::make_shared<Receipt>();
-  expected.message_class = link_class;
+  expected.message_class = class_of(channel);
   expected.step = step_;
   expected.flags = flags_;
   receipt->peer = peer;
-  receipt->link_class = link_class;
+  receipt->channel = channel;
   receipt->expected = std::move(expected);
   receipts_[ticket] = receipt;
   if (lost() || stopping_) {
     return ticket;
   }
-  Incoming& link = incoming(peer, link_class);
+  Incoming& link = incoming(peer, channel);
   link.asked.push_back(std::move(receipt));
   try {
-    if (link_class == MessageClass::kControl) {
+    if (channel == Channel::kControl) {
       match(link);
     } else if (link.asked.size() == 1) {
       post_next(link);
@@ -87,7 +85,7 @@ Outcome Transport::Engine::wait(int64_t ticket, double seconds) {
       ticket,
       " (argument 'ticket')");
   const std::shared_ptr<Receipt> receipt = found->second;
-  Incoming& link = incoming(receipt->peer, receipt->link_class);
+  Incoming& link = incoming(receipt->peer, receipt->channel);
   const Time limit = limit_of(&receipt->since, seconds);
   try {
     while (!receipt->message && !lost() && Clock::now() < limit) {
@@ -114,7 +112,7 @@ Outcome Transport::Engine::wait(int64_t ticket, double seconds) {
   }
   lock.unlock();
   fail_with(
-      timed_out(false, receipt->link_class, receipt->expected, receipt->peer));
+      timed_out(false, receipt->channel, receipt->expected, receipt->peer));
   return Outcome::kLost;
 }
 

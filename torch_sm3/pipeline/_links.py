@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,11 @@ from torch_sm3.pipeline._values import pack, unpack
 ACTIVATION, GRADIENT, CONTROL = 0, 1, 2
 _PENDING, _LOST = 0, 2
 _SLICE = 0.2
+
+
+def route_link(route: int, backward: bool) -> int:
+    """Return the link of a route's values, or of their gradients."""
+    return 3 + 2 * route + backward
 
 
 def new_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup:
@@ -41,6 +47,7 @@ class Links:
         max_pending: sends of one link that may be under way at once.
         hub: rank that gathers the outcome of a step.
         first_stage: first stage of each rank.
+        link_delay: seconds by which messages from a rank to another are held back.
     """
 
     def __init__(
@@ -50,10 +57,12 @@ class Links:
         max_pending: int,
         hub: int,
         first_stage: list[int],
+        link_delay: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
         self._group: dist.ProcessGroup | None = group
+        delays = [(*link, held) for link, held in (link_delay or {}).items()]
         self._native = _ops.pipeline_transport_class()(
-            group.boxed(), timeout, max_pending, hub, first_stage
+            group.boxed(), timeout, max_pending, hub, first_stage, delays
         )
         # A runner that nobody closes must not hold up the interpreter's exit.
         self._close = weakref.finalize(self, self._native.close)

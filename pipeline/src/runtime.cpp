@@ -1,0 +1,394 @@
+// SPDX-License-Identifier: Apache-2.0
+// Steps of the C++ runner.
+#include <runner_impl.h>
+
+#include <torch_sm3/check.h>
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+
+namespace torch_sm3::pipeline {
+namespace {
+
+std::vector<int64_t> first_stages(const Schedule& schedule) {
+  std::vector<int64_t> first(schedule.ranks, 0);
+  for (uint32_t stage = schedule.stages; stage-- > 0;) {
+    first.at(schedule.placement[stage]) = stage;
+  }
+  return first;
+}
+
+// The items of a tuple or list are an argument each.
+std::vector<c10::IValue> spread(const c10::IValue& value) {
+  if (value.isTuple()) {
+    return value.toTupleRef().elements().vec();
+  }
+  if (value.isList()) {
+    return value.toListRef().vec();
+  }
+  return {value};
+}
+
+c10::IValue detached(const c10::IValue& value) {
+  Packed packed = pack(value, "the last stage to return");
+  for (at::Tensor& tensor : packed.tensors) {
+    tensor = tensor.detach();
+  }
+  return unpack(packed);
+}
+
+} // namespace
+
+PipelineRunner::Impl::Impl(
+    const Schedule& schedule,
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    std::vector<Stage> stages,
+    RunnerOptions options)
+    : options_(std::move(options)), stages_(std::move(stages)) {
+  if (group && group->getSize() > 1) {
+    rank_ = group->getRank();
+    ranks_ = group->getSize();
+    transport_ = std::make_unique<Transport>(
+        std::move(group),
+        TransportOptions{
+            options_.timeout,
+            options_.max_pending,
+            kHub,
+            first_stages(schedule),
+            options_.link_delay});
+  }
+  try {
+    const Schedule lowered =
+        agree(transport_.get(), rank_, ranks_, schedule, stages_, options_);
+    const auto machine = [&](Schedule one) {
+      return std::make_unique<Machine>(
+          std::make_shared<const Program>(
+              std::move(one), static_cast<uint32_t>(rank_)),
+          transport_.get(),
+          /*user_ops=*/0);
+    };
+    step_ = machine(lowered);
+    eval_ = machine(forward_of(lowered, lowered.microbatches));
+  } catch (const LinksLost&) {
+    give_up(nullptr);
+  }
+}
+
+void PipelineRunner::Impl::close() {
+  closed_ = true;
+  if (transport_) {
+    transport_->close();
+  }
+}
+
+void PipelineRunner::Impl::check_usable(bool training) const {
+  TORCH_CHECK(
+      !closed_, "PipelineRunner: expected an open runner, but got close()");
+  if (lost_) {
+    raise_lost(*lost_);
+  }
+  TORCH_CHECK(
+      !training || step_->program().trains(),
+      "step: expected a schedule with backwards, but got kind forward; call "
+      "eval instead");
+}
+
+StepResult PipelineRunner::Impl::run(
+    const std::vector<c10::IValue>& inputs,
+    const c10::IValue& target,
+    bool keep,
+    bool training) {
+  check_usable(training);
+  const auto weights = parameters();
+  const bool had_gradients =
+      training &&
+      std::any_of(weights.begin(), weights.end(), [](const at::Tensor& weight) {
+        return weight.grad().defined();
+      });
+  Machine& machine = training ? *step_ : *eval_;
+  Batch batch;
+  std::optional<Failure> wrong;
+  try {
+    batch = prepare(inputs, target, keep, training);
+  } catch (const std::exception& error) {
+    const int64_t first = first_stages(machine.program().schedule()).at(rank_);
+    wrong =
+        Failure{rank_, first, 0, kArguments, type_of(error), text_of(error)};
+  }
+  machine.begin(++runs_, training, batch.weights);
+  if (wrong) {
+    machine.fail(*wrong);
+  }
+  try {
+    if (!drive(machine, batch)) {
+      throw LinksLost();
+    }
+    return conclude(machine, batch, had_gradients);
+  } catch (const PipelineError&) {
+    throw;
+  } catch (const c10::ValueError&) {
+    throw; // wrong arguments, on all ranks
+  } catch (const LinksLost&) {
+    drop_gradients();
+    give_up(nullptr);
+  } catch (const std::exception& error) {
+    drop_gradients();
+    give_up(&error);
+  }
+}
+
+// Cuts what this rank uses.
+Batch PipelineRunner::Impl::prepare(
+    const std::vector<c10::IValue>& inputs,
+    const c10::IValue& target,
+    bool keep,
+    bool training) const {
+  const Schedule& schedule = step_->program().schedule();
+  const auto m = static_cast<int64_t>(schedule.microbatches);
+  Batch batch;
+  TORCH_CHECK_VALUE(
+      !training || at::GradMode::is_enabled(),
+      "step: expected gradients to be on, but got NoGradGuard; call eval for a "
+      "forward without gradients");
+  if (schedule.placement.front() == rank_) {
+    batch.inputs =
+        cut(c10::ivalue::Tuple::create(inputs), m, options_.batch_dim, "inputs")
+            .values;
+  }
+  if (schedule.placement.back() == rank_) {
+    batch.keep = keep;
+    TORCH_SM3_CHECK_VALUE(
+        !training || !target.isNone(),
+        "step",
+        "target",
+        "a target for the loss",
+        "None");
+    if (!target.isNone() && options_.loss) {
+      Parts parts = cut(target, m, options_.batch_dim, "target");
+      batch.targets = std::move(parts.values);
+      batch.weights = loss_weights(options_.loss_reduction, parts.sizes);
+    }
+  }
+  return batch;
+}
+
+// Runs a machine to its end; false if the links were lost.
+bool PipelineRunner::Impl::drive(Machine& machine, Batch& batch) {
+  std::vector<Packed> answer;
+  while (true) {
+    try {
+      const Request request = machine.resume(std::move(answer), kSlice);
+      answer.clear();
+      if (request.kind == Request::Kind::kDone) {
+        return true;
+      }
+      if (request.kind == Request::Kind::kLost) {
+        return false;
+      }
+      if (request.kind == Request::Kind::kUser) {
+        answer = call(machine, request, batch);
+      }
+    } catch (const std::exception& error) {
+      answer.clear();
+      machine.fail(type_of(error), text_of(error));
+    }
+  }
+}
+
+std::vector<Packed> PipelineRunner::Impl::call(
+    const Machine& machine,
+    const Request& request,
+    Batch& batch) {
+  const Program& program = machine.program();
+  const Action action = program.row()[request.index];
+  const Stage& body = stage(action.stage);
+  Stage::Keywords keywords;
+  const size_t routed = action.stage > 0 ? 1 : 0;
+  for (size_t k = routed; k < request.values.size(); ++k) {
+    for (const auto& entry : unpack(request.values[k]).toGenericDict()) {
+      keywords[entry.key().toStringRef()] = entry.value();
+    }
+  }
+  const c10::IValue output = body(arguments(action, request, batch), keywords);
+  if (!program.is_last(action.stage)) {
+    return parts(program, body, output);
+  }
+  finish(output, action, batch);
+  if (batch.targets.empty()) {
+    return {{"N", {}}};
+  }
+  const at::Tensor loss =
+      options_.loss(output, batch.targets[action.microbatch]);
+  TORCH_CHECK_TYPE(
+      loss.defined() && loss.dim() == 0,
+      "PipelineRunner: expected the loss to be a scalar tensor, but got shape ",
+      loss.sizes());
+  batch.losses.push_back(loss.detach());
+  return {{"t", {loss}}};
+}
+
+std::vector<c10::IValue> PipelineRunner::Impl::arguments(
+    Action action,
+    const Request& request,
+    const Batch& batch) const {
+  return spread(
+      action.stage == 0 ? batch.inputs[action.microbatch]
+                        : unpack(request.values.at(0)));
+}
+
+void PipelineRunner::Impl::finish(
+    const c10::IValue& output,
+    Action /*action*/,
+    Batch& batch) {
+  if (batch.keep) {
+    batch.outputs.push_back(detached(output));
+  }
+}
+
+// The value for the next stage, then that of each route.
+std::vector<Packed> PipelineRunner::Impl::parts(
+    const Program& program,
+    const Stage& stage,
+    const c10::IValue& output) const {
+  const std::string owner = c10::str("stage ", stage.index(), " to return");
+  if (stage.routes().empty()) {
+    return {pack(output, owner)};
+  }
+  TORCH_CHECK_TYPE(
+      output.isGenericDict(),
+      "PipelineRunner: expected ",
+      owner,
+      " a dict for its routes, but got ",
+      output.tagKind());
+  using Dict = c10::impl::GenericDict;
+  const auto empty = [] {
+    return Dict(c10::StringType::get(), c10::AnyType::get());
+  };
+  std::map<int64_t, Dict> by_target;
+  Dict rest = empty();
+  size_t routed = 0;
+  for (const auto& entry : output.toGenericDict()) {
+    const auto route = stage.routes().find(entry.key().toStringRef());
+    if (route == stage.routes().end()) {
+      rest.insert(entry.key(), entry.value());
+      continue;
+    }
+    by_target.emplace(route->second, empty())
+        .first->second.insert(entry.key(), entry.value());
+    ++routed;
+  }
+  TORCH_CHECK_VALUE(
+      routed == stage.routes().size(),
+      "PipelineRunner: expected ",
+      owner,
+      " a dict with the ",
+      stage.routes().size(),
+      " keys of its routes, but got ",
+      routed);
+  std::vector<Packed> all;
+  for (const Edge& edge :
+       program.edges(static_cast<uint16_t>(stage.index())).values_out) {
+    const bool next = class_of(edge.channel) == MessageClass::kActivation;
+    all.push_back(pack(next ? rest : by_target.at(edge.target), owner));
+  }
+  return all;
+}
+
+StepResult PipelineRunner::Impl::conclude(
+    const Machine& machine,
+    Batch& batch,
+    bool had_gradients) {
+  Report own{machine.failure(), had_gradients, {}, {}};
+  if (!machine.failed()) {
+    std::tie(own.loss, own.losses) = reduced(batch);
+  }
+  const auto values = exchange(transport_.get(), rank_, ranks_, value_of(own));
+  std::vector<Report> reports;
+  reports.reserve(values.size());
+  for (const c10::IValue& value : values) {
+    reports.push_back(read_report(value));
+  }
+  try {
+    raise_failures(reports);
+  } catch (const std::exception&) {
+    drop_gradients();
+    throw;
+  }
+  const Report& last =
+      reports.at(machine.program().schedule().placement.back());
+  return {last.loss, last.losses, std::move(batch.outputs)};
+}
+
+// Throws the error of a step after which the links are of no use any more.
+void PipelineRunner::Impl::give_up(const std::exception* error) {
+  if (!transport_) {
+    TORCH_INTERNAL_ASSERT(error != nullptr, "one rank has no links to lose");
+    throw std::runtime_error(text_of(*error));
+  }
+  if (error != nullptr) {
+    transport_->fail(
+        structure_of({rank_, 0, 0, "", type_of(*error), text_of(*error)}));
+  }
+  lost_ = read_failure(transport_->failure());
+  // The alarm must leave before this process may end.
+  transport_->flush(1.0);
+  raise_lost(*lost_);
+}
+
+std::vector<at::Tensor> PipelineRunner::Impl::parameters() const {
+  std::vector<at::Tensor> all;
+  for (const Stage& stage : stages_) {
+    all.insert(all.end(), stage.parameters().begin(), stage.parameters().end());
+  }
+  return all;
+}
+
+void PipelineRunner::Impl::drop_gradients() const {
+  for (const at::Tensor& parameter : parameters()) {
+    parameter.mutable_grad().reset();
+  }
+}
+
+const Stage& PipelineRunner::Impl::stage(uint16_t index) const {
+  return *std::find_if(stages_.begin(), stages_.end(), [&](const Stage& one) {
+    return one.index() == index;
+  });
+}
+
+PipelineRunner::PipelineRunner(
+    const Schedule& schedule,
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    std::vector<Stage> stages,
+    RunnerOptions options)
+    : impl_(
+          std::make_unique<Impl>(
+              schedule,
+              std::move(group),
+              std::move(stages),
+              std::move(options))) {}
+
+PipelineRunner::~PipelineRunner() {
+  impl_->close();
+}
+
+StepResult PipelineRunner::step(
+    const std::vector<c10::IValue>& inputs,
+    const c10::IValue& target,
+    bool return_outputs) {
+  return impl_->run(inputs, target, return_outputs, /*training=*/true);
+}
+
+StepResult PipelineRunner::eval(
+    const std::vector<c10::IValue>& inputs,
+    const c10::IValue& target,
+    bool return_outputs) {
+  const at::NoGradGuard no_grad;
+  return impl_->run(inputs, target, return_outputs, /*training=*/false);
+}
+
+void PipelineRunner::close() {
+  impl_->close();
+}
+
+} // namespace torch_sm3::pipeline
