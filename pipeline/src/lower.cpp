@@ -1,16 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the messages of a compute-only schedule go.
-#include <torch_sm3/pipeline/schedule.h>
+// Where the messages and collectives of a compute-only schedule go.
+#include <inventory.h>
+#include <timing.h>
 
-#include <algorithm>
-#include <deque>
-#include <optional>
+#include <limits>
 #include <tuple>
 
 namespace torch_sm3::pipeline {
 namespace {
-
-constexpr uint32_t kNever = 0xffffffffu;
 
 // A RECV and when its message leaves the sender.
 struct Arrival {
@@ -18,209 +15,309 @@ struct Arrival {
   Action action;
 };
 
+// A TIE_REDUCE of one rank and when the last member can enter it.
+struct Reduction {
+  uint32_t time = 0;
+  uint32_t tie = 0;
+  uint16_t stage = 0;
+};
+
 class Lowering {
  public:
-  explicit Lowering(const Schedule& schedule) : schedule_(schedule) {}
+  Lowering(const Schedule& schedule, const Inventory& held)
+      : schedule_(schedule), held_(held), timing_(schedule) {
+    weights_left_.resize(schedule.stages);
+    ties_left_.resize(schedule.stages);
+    for (size_t stage = 0; stage < schedule.stages; ++stage) {
+      weights_left_[stage] = timing_.weights(stage);
+    }
+    reductions_.resize(schedule.ranks);
+    for (uint32_t tie = 0; tie < schedule.ties.size(); ++tie) {
+      collect_reductions(tie);
+    }
+    for (auto& of_rank : reductions_) {
+      std::sort(of_rank.begin(), of_rank.end(), [](Reduction a, Reduction b) {
+        return std::pair(a.time, a.tie) < std::pair(b.time, b.tie);
+      });
+    }
+  }
 
   Schedule run() {
-    time_actions();
-    Schedule out = schedule_;
-    collect_arrivals();
+    Schedule out{
+        schedule_.kind,
+        schedule_.ranks,
+        schedule_.stages,
+        schedule_.microbatches,
+        schedule_.placement,
+        schedule_.routes,
+        schedule_.ties,
+        std::vector<std::vector<Action>>(schedule_.ranks)};
     for (uint32_t rank = 0; rank < schedule_.ranks; ++rank) {
-      out.rows[rank] = place(rank);
+      if (!held_.messages) {
+        collect_arrivals(rank);
+      }
+      place(rank);
+      out.rows[rank].assign(row_.begin(), row_.end());
     }
     return out;
   }
 
  private:
-  size_t slot(Action action) const {
-    const size_t kind = action.op == Op::kForward ? 0 : 1;
-    return (kind * schedule_.stages + action.stage) * schedule_.microbatches +
-           action.microbatch;
+  bool crosses(size_t one, size_t other) const {
+    return schedule_.placement[one] != schedule_.placement[other];
   }
 
-  // The action whose result `action` needs from another stage.
-  std::optional<Action> producer(Action action) const {
-    if (action.op == Op::kForward && action.stage > 0) {
-      --action.stage;
-      return action;
-    }
-    if (action.op == Op::kBackward && action.stage + 1u < schedule_.stages) {
-      ++action.stage;
-      return action;
-    }
-    return std::nullopt;
-  }
-
-  bool crosses(Action from, Action to) const {
-    return schedule_.placement[from.stage] != schedule_.placement[to.stage];
-  }
-
-  // Earliest start of `action` if all it needs is done, else kNever.
-  uint32_t ready(Action action) const {
+  // Each rank with a member enters the collective once, for all its members.
+  void collect_reductions(uint32_t tie) {
     uint32_t time = 0;
-    const auto need = [&](Action other) {
-      const uint32_t end = ends_[slot(other)];
-      time = end == kNever || time == kNever ? kNever : std::max(time, end);
-    };
-    if (const std::optional<Action> other = producer(action)) {
-      need(*other);
+    for (const uint16_t stage : schedule_.ties[tie]) {
+      ++ties_left_[stage];
+      time = std::max(time, timing_.weights_end(stage));
     }
-    if (action.op == Op::kBackward) {
-      need({Op::kForward, 0, action.stage, action.microbatch});
+    if (time == 0 || held_.tied[tie]) {
+      return;
     }
-    return time;
-  }
-
-  // Runs all rows at one unit of time per action. A rank that cannot go on is
-  // looked at again when another rank has finished what it waits for.
-  void time_actions() {
-    ends_.assign(size_t{2} * schedule_.stages * schedule_.microbatches, kNever);
-    starts_.resize(schedule_.ranks);
-    std::vector<uint32_t> clocks(schedule_.ranks, 0);
-    std::deque<uint32_t> runnable;
-    for (uint32_t rank = 0; rank < schedule_.ranks; ++rank) {
-      runnable.push_back(rank);
-    }
-    while (!runnable.empty()) {
-      const uint32_t rank = runnable.front();
-      runnable.pop_front();
-      const auto& row = schedule_.rows[rank];
-      auto& starts = starts_[rank];
-      while (starts.size() < row.size()) {
-        const Action action = row[starts.size()];
-        uint32_t start = clocks[rank];
-        if (action.op != Op::kIdle) {
-          const uint32_t earliest = ready(action);
-          if (earliest == kNever) {
-            break;
-          }
-          start = std::max(start, earliest);
-          finish(action, start + 1, &runnable);
-        }
-        clocks[rank] = start + 1;
-        starts.push_back(start);
+    for (const uint16_t stage : schedule_.ties[tie]) {
+      auto& of_rank = reductions_[schedule_.placement[stage]];
+      if (of_rank.empty() || of_rank.back().tie != tie) {
+        of_rank.push_back({time, tie, stage});
       }
     }
-    check_finished();
   }
 
-  void finish(Action action, uint32_t end, std::deque<uint32_t>* runnable) {
-    uint32_t& known = ends_[slot(action)];
-    if (known != kNever) {
-      throw ScheduleError(
-          "Schedule.lower: expected each action once, but got " + text(action) +
-          " twice");
+  void collect_arrivals(uint32_t rank) {
+    forward_.clear();
+    backward_.clear();
+    for (const Action action : schedule_.rows[rank]) {
+      if (action.op == Op::kForward) {
+        collect_inputs(action);
+      } else if (gives_input_gradient(action.op)) {
+        collect_gradients(action);
+      }
     }
-    known = end;
-    // Only the ranks of the neighbouring stages can have waited for it.
+    sort(&forward_);
+    sort(&backward_);
+  }
+
+  void collect_inputs(Action action) {
+    action.op = Op::kRecvForward;
+    action.flags = 0;
     if (action.stage > 0) {
-      runnable->push_back(schedule_.placement[action.stage - 1u]);
+      expect(
+          timing_.output(action.stage - 1u, action.microbatch),
+          action.stage - 1u,
+          action,
+          &forward_);
     }
+    for (const uint8_t route : timing_.routes_to(action.stage)) {
+      const size_t source = schedule_.routes[route].source;
+      action.flags = static_cast<uint8_t>(route + 1);
+      expect(
+          timing_.output(source, action.microbatch), source, action, &forward_);
+    }
+  }
+
+  void collect_gradients(Action action) {
+    action.op = Op::kRecvBackward;
+    action.flags = 0;
     if (action.stage + 1u < schedule_.stages) {
-      runnable->push_back(schedule_.placement[action.stage + 1u]);
+      expect(
+          timing_.gradient(action.stage + 1u, action.microbatch),
+          action.stage + 1u,
+          action,
+          &backward_);
+    }
+    for (const uint8_t route : timing_.routes_from(action.stage)) {
+      const size_t target = schedule_.routes[route].target;
+      action.flags = static_cast<uint8_t>(route + 1);
+      expect(
+          timing_.gradient(target, action.microbatch),
+          target,
+          action,
+          &backward_);
     }
   }
 
-  void check_finished() const {
-    std::string stuck;
-    for (uint32_t rank = 0; rank < schedule_.ranks; ++rank) {
-      const auto& row = schedule_.rows[rank];
-      if (starts_[rank].size() < row.size()) {
-        stuck += (stuck.empty() ? "" : ", ") + std::string("rank ") +
-                 std::to_string(rank) + " waits at " +
-                 text(row[starts_[rank].size()]);
-      }
-    }
-    if (!stuck.empty()) {
-      throw ScheduleError(
-          "Schedule.lower: expected an order that can run, but got one where " +
-          stuck);
+  void expect(
+      uint32_t sent,
+      size_t from,
+      Action action,
+      std::vector<Arrival>* arrivals) const {
+    if (sent != Timing::kAbsent && crosses(from, action.stage)) {
+      arrivals->push_back({sent, action});
     }
   }
 
-  void collect_arrivals() {
-    arrivals_.resize(schedule_.ranks);
-    for (uint32_t rank = 0; rank < schedule_.ranks; ++rank) {
-      for (const Action action : schedule_.rows[rank]) {
-        const std::optional<Action> from =
-            action.op == Op::kIdle ? std::nullopt : producer(action);
-        if (from && crosses(*from, action)) {
-          const Op op =
-              action.op == Op::kForward ? Op::kRecvForward : Op::kRecvBackward;
-          arrivals_[rank].push_back(
-              {ends_[slot(*from)], {op, 0, action.stage, action.microbatch}});
-        }
-      }
-      // One rank ends its actions at different times, so this keeps the order
-      // of each link, and across both classes where they share two ranks.
-      std::sort(
-          arrivals_[rank].begin(),
-          arrivals_[rank].end(),
-          [](const Arrival& a, const Arrival& b) {
-            const auto key = [](const Arrival& x) {
-              return std::tuple(
-                  x.sent, x.action.op, x.action.stage, x.action.microbatch);
-            };
-            return key(a) < key(b);
-          });
+  // A rank's cells end at different times, and what one cell sends is told
+  // apart by the route, so this is the order of sending on each link. Rows in
+  // microbatch order have it already.
+  static void sort(std::vector<Arrival>* arrivals) {
+    const auto before = [](const Arrival& a, const Arrival& b) {
+      const auto key = [](const Arrival& x) {
+        return std::tuple(
+            x.sent, x.action.flags, x.action.stage, x.action.microbatch);
+      };
+      return key(a) < key(b);
+    };
+    if (!std::is_sorted(arrivals->begin(), arrivals->end(), before)) {
+      std::sort(arrivals->begin(), arrivals->end(), before);
     }
   }
 
-  // The SEND that follows `action`, if its result is needed on another rank
-  // (`schedule_` may hold a part of the stages' actions only, as `forward`).
-  std::optional<Action> message_of(Action action) const {
-    Action consumer = action;
-    if (action.op == Op::kForward && action.stage + 1u < schedule_.stages) {
-      ++consumer.stage;
-    } else if (action.op == Op::kBackward && action.stage > 0) {
-      --consumer.stage;
-    } else {
-      return std::nullopt;
-    }
-    if (!crosses(action, consumer) || ends_[slot(consumer)] == kNever) {
-      return std::nullopt;
-    }
-    action.op =
-        action.op == Op::kForward ? Op::kSendForward : Op::kSendBackward;
-    return action;
-  }
-
-  std::vector<Action> place(uint32_t rank) const {
+  void place(uint32_t rank) {
+    row_.clear();
+    sends_.clear();
+    released_.clear();
+    next_forward_ = next_backward_ = 0;
+    next_reduction_ = 0;
     const auto& row = schedule_.rows[rank];
-    const auto& arrivals = arrivals_[rank];
-    std::vector<Action> out;
-    out.reserve(2 * row.size());
-    size_t next = 0;
-    std::optional<Action> send;
-    for (size_t i = 0; i < row.size(); ++i) {
-      // RECVs of the gap before this action, then the SEND of the last one.
-      while (next < arrivals.size() &&
-             arrivals[next].sent <= starts_[rank][i]) {
-        out.push_back(arrivals[next++].action);
+    for (size_t i = 0; i < row.size();) {
+      const Action action = row[i];
+      if (is_message(action.op)) {
+        row_.push_back(action);
+        ++i;
+        continue;
       }
-      if (send) {
-        out.push_back(*send);
+      const uint32_t start = timing_.starts(rank)[i];
+      fill_gap(rank, start, action.op == Op::kOptimizer);
+      for (const size_t end = i + cell_size(row, i); i < end; ++i) {
+        place_action(rank, row[i]);
       }
-      out.push_back(row[i]);
-      send = row[i].op == Op::kIdle ? std::nullopt : message_of(row[i]);
     }
-    if (send) {
-      out.push_back(*send);
+    fill_gap(rank, std::numeric_limits<uint32_t>::max(), true);
+    if (held_.training && !held_.optimized[rank]) {
+      row_.push_back({Op::kOptimizer, 0, 0, 0});
     }
-    return out;
+  }
+
+  // What stands between two cells, of which the second starts at `start`.
+  void fill_gap(uint32_t rank, uint32_t start, bool last) {
+    place_arrivals(start);
+    row_.insert(row_.end(), sends_.begin(), sends_.end());
+    sends_.clear();
+    for (const uint16_t stage : released_) {
+      row_.push_back({Op::kReduceGrad, 0, stage, 0});
+    }
+    released_.clear();
+    const auto& reductions = reductions_[rank];
+    while (next_reduction_ < reductions.size() &&
+           (last || reductions[next_reduction_].time <= start)) {
+      const Reduction next = reductions[next_reduction_++];
+      row_.push_back({Op::kTieReduce, 0, next.stage, next.tie});
+      release_tie(rank, next.tie);
+      for (const uint16_t stage : released_) {
+        row_.push_back({Op::kReduceGrad, 0, stage, 0});
+      }
+      released_.clear();
+    }
+  }
+
+  void place_arrivals(uint32_t start) {
+    const auto due = [&](const std::vector<Arrival>& arrivals, size_t next) {
+      return next < arrivals.size() && arrivals[next].sent <= start;
+    };
+    while (true) {
+      const bool forward = due(forward_, next_forward_);
+      const bool backward = due(backward_, next_backward_);
+      if (forward && (!backward || forward_[next_forward_].sent <=
+                                       backward_[next_backward_].sent)) {
+        row_.push_back(forward_[next_forward_++].action);
+      } else if (backward) {
+        row_.push_back(backward_[next_backward_++].action);
+      } else {
+        return;
+      }
+    }
+  }
+
+  void place_action(uint32_t rank, Action action) {
+    row_.push_back(action);
+    if (!held_.messages && action.op == Op::kForward) {
+      send_output(action);
+    } else if (!held_.messages && gives_input_gradient(action.op)) {
+      send_gradient(action);
+    }
+    if (gives_weight_gradient(action.op)) {
+      --weights_left_[action.stage];
+      release(action.stage);
+    } else if (action.op == Op::kTieReduce) {
+      release_tie(rank, action.microbatch);
+    }
+  }
+
+  void send_output(Action action) {
+    const auto send = [&](size_t target, uint8_t flags) {
+      if (crosses(action.stage, target) &&
+          timing_.output(target, action.microbatch) != Timing::kAbsent) {
+        sends_.push_back(
+            {Op::kSendForward, flags, action.stage, action.microbatch});
+      }
+    };
+    if (action.stage + 1u < schedule_.stages) {
+      send(action.stage + 1u, 0);
+    }
+    for (const uint8_t route : timing_.routes_from(action.stage)) {
+      send(schedule_.routes[route].target, static_cast<uint8_t>(route + 1));
+    }
+  }
+
+  void send_gradient(Action action) {
+    const auto send = [&](size_t target, uint8_t flags) {
+      if (crosses(action.stage, target) &&
+          timing_.gradient(target, action.microbatch) != Timing::kAbsent) {
+        sends_.push_back(
+            {Op::kSendBackward, flags, action.stage, action.microbatch});
+      }
+    };
+    if (action.stage > 0) {
+      send(action.stage - 1u, 0);
+    }
+    for (const uint8_t route : timing_.routes_to(action.stage)) {
+      send(schedule_.routes[route].source, static_cast<uint8_t>(route + 1));
+    }
+  }
+
+  void release_tie(uint32_t rank, uint32_t tie) {
+    for (const uint16_t stage : schedule_.ties[tie]) {
+      if (schedule_.placement[stage] == rank) {
+        --ties_left_[stage];
+        release(stage);
+      }
+    }
+  }
+
+  // A stage's gradients can be reduced when they are all there and summed.
+  void release(uint16_t stage) {
+    if (weights_left_[stage] == 0 && ties_left_[stage] == 0 &&
+        held_.weights[stage] && !held_.reduced[stage]) {
+      released_.push_back(stage);
+    }
   }
 
   const Schedule& schedule_;
-  std::vector<uint32_t> ends_;
-  std::vector<std::vector<uint32_t>> starts_;
-  std::vector<std::vector<Arrival>> arrivals_;
+  const Inventory& held_;
+  const Timing timing_;
+  std::vector<uint32_t> weights_left_;
+  std::vector<uint32_t> ties_left_;
+  std::vector<std::vector<Reduction>> reductions_;
+  // Of the rank that is placed; kept to spare allocations.
+  std::vector<Arrival> forward_;
+  std::vector<Arrival> backward_;
+  size_t next_forward_ = 0;
+  size_t next_backward_ = 0;
+  size_t next_reduction_ = 0;
+  std::vector<Action> sends_;
+  std::vector<uint16_t> released_;
+  std::vector<Action> row_;
 };
 
 } // namespace
 
 Schedule Schedule::lower() const {
-  return lowered() ? *this : Lowering(*this).run();
+  const Inventory held(*this);
+  // What is only computation is run on paper even if nothing has to be added.
+  return lowered() && held.complete(*this) ? *this
+                                           : Lowering(*this, held).run();
 }
 
 } // namespace torch_sm3::pipeline

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <torch_sm3/pipeline/schedule.h>
+#include <cells.h>
 
-#include <cctype>
-#include <charconv>
-#include <initializer_list>
+#include <algorithm>
 #include <limits>
 #include <map>
 #include <optional>
@@ -12,6 +10,8 @@ namespace torch_sm3::pipeline {
 namespace {
 
 using Words = std::vector<std::string_view>;
+constexpr const char* kBlank = " \t\r";
+constexpr size_t kMostRoutes = 254;
 
 [[noreturn]] void fail(const std::string& expected, std::string_view got) {
   throw ScheduleError(
@@ -31,18 +31,13 @@ Words split(std::string_view text, std::string_view separators) {
   return words;
 }
 
-// Takes the digits that `text` starts with; nothing if there are none, too many
-// or more of them than the one canonical spelling has.
-std::optional<uint32_t> take_number(std::string_view* text) {
-  uint32_t value = 0;
-  const char* begin = text->data();
-  const auto [end, error] = std::from_chars(begin, begin + text->size(), value);
-  const auto length = static_cast<size_t>(end - begin);
-  if (error != std::errc{} || (length > 1 && *begin == '0')) {
-    return std::nullopt;
-  }
-  text->remove_prefix(length);
-  return value;
+// Takes the next word; rows of millions of cells are read without a list.
+std::optional<std::string_view> take_word(std::string_view* text) {
+  text->remove_prefix(std::min(text->find_first_not_of(kBlank), text->size()));
+  const std::string_view word =
+      text->substr(0, std::min(text->find_first_of(kBlank), text->size()));
+  text->remove_prefix(word.size());
+  return word.empty() ? std::nullopt : std::optional(word);
 }
 
 uint32_t number(
@@ -58,37 +53,6 @@ uint32_t number(
         text);
   }
   return *value;
-}
-
-std::optional<Action> parse_action(std::string_view cell) {
-  if (cell == ".") {
-    return Action{};
-  }
-  const std::optional<uint32_t> stage = take_number(&cell);
-  size_t letters = 0;
-  while (letters < cell.size() &&
-         !std::isdigit(static_cast<unsigned char>(cell[letters]))) {
-    ++letters;
-  }
-  const std::string_view op_name = cell.substr(0, letters);
-  cell.remove_prefix(letters);
-  const std::optional<uint32_t> microbatch = take_number(&cell);
-  if (!stage || *stage > std::numeric_limits<uint16_t>::max() || !microbatch ||
-      !cell.empty()) {
-    return std::nullopt;
-  }
-  for (const Op op :
-       {Op::kForward,
-        Op::kBackward,
-        Op::kSendForward,
-        Op::kRecvForward,
-        Op::kSendBackward,
-        Op::kRecvBackward}) {
-    if (op_name == name(op)) {
-      return Action{op, 0, static_cast<uint16_t>(*stage), *microbatch};
-    }
-  }
-  return std::nullopt;
 }
 
 std::vector<uint32_t>
@@ -111,118 +75,185 @@ parse_placement(std::string_view value, const Schedule& schedule) {
   return placement;
 }
 
-Schedule parse_head(const Words& words) {
-  if (words.size() < 2 || words[0] != "schedule" || words[1] != "1") {
-    fail("'schedule 1 ...' in the first line", words.empty() ? "" : words[0]);
+uint16_t parse_stage(std::string_view value, const Schedule& schedule) {
+  return static_cast<uint16_t>(
+      number(value, "a stage", 0, schedule.stages - 1));
+}
+
+std::vector<Route>
+parse_routes(std::string_view value, const Schedule& schedule) {
+  std::vector<Route> routes;
+  for (const std::string_view item : split(value, ",")) {
+    const size_t arrow = std::min(item.find('>'), item.size() - 1);
+    const Route route{
+        parse_stage(item.substr(0, arrow), schedule),
+        parse_stage(item.substr(arrow + 1), schedule)};
+    if (route.source >= route.target) {
+      fail("routes <source>><target> to a later stage", item);
+    }
+    routes.push_back(route);
   }
-  std::map<std::string_view, std::string_view> values;
+  std::sort(routes.begin(), routes.end());
+  if (routes.empty() || routes.size() > kMostRoutes ||
+      std::adjacent_find(routes.begin(), routes.end()) != routes.end()) {
+    fail("1 to " + std::to_string(kMostRoutes) + " routes, each once", value);
+  }
+  return routes;
+}
+
+std::vector<std::vector<uint16_t>>
+parse_ties(std::string_view value, const Schedule& schedule) {
+  std::vector<std::vector<uint16_t>> ties;
+  for (const std::string_view item : split(value, ",")) {
+    std::vector<uint16_t> members;
+    for (const std::string_view stage : split(item, "+")) {
+      members.push_back(parse_stage(stage, schedule));
+    }
+    std::sort(members.begin(), members.end());
+    if (members.size() < 2 ||
+        std::adjacent_find(members.begin(), members.end()) != members.end()) {
+      fail("ties of two or more stages, each once", item);
+    }
+    ties.push_back(std::move(members));
+  }
+  if (ties.empty()) {
+    fail("ties of two or more stages, each once", value);
+  }
+  return ties;
+}
+
+// The values of the first line, by key.
+using Keys = std::map<std::string_view, std::string_view>;
+
+Keys split_keys(const Words& words) {
+  Keys keys;
   for (size_t i = 2; i < words.size(); ++i) {
     const size_t equals = words[i].find('=');
     if (equals == std::string_view::npos ||
-        !values.emplace(words[i].substr(0, equals), words[i].substr(equals + 1))
+        !keys.emplace(words[i].substr(0, equals), words[i].substr(equals + 1))
              .second) {
       fail("key=value, each key once", words[i]);
     }
   }
-  const auto take = [&](const char* key) {
-    const auto found = values.find(key);
-    if (found == values.end()) {
-      fail("a value of " + std::string(key) + " in the first line", "none");
-    }
-    const std::string_view value = found->second;
-    values.erase(found);
-    return value;
-  };
-  constexpr uint32_t kMostStages = std::numeric_limits<uint16_t>::max();
-  constexpr uint32_t kMost = std::numeric_limits<uint32_t>::max();
-  Schedule schedule;
-  schedule.kind = take("kind");
-  if (schedule.kind.empty()) {
-    fail("a kind", "");
-  }
-  schedule.ranks = number(take("ranks"), "ranks", 1, kMostStages);
-  schedule.stages = number(take("stages"), "stages", 1, kMostStages);
-  schedule.microbatches =
-      number(take("microbatches"), "microbatches", 1, kMost);
-  schedule.placement = parse_placement(take("placement"), schedule);
-  if (!values.empty()) {
-    fail(
-        "no key besides kind, ranks, stages, microbatches and placement",
-        values.begin()->first);
-  }
-  return schedule;
+  return keys;
 }
 
-// What is wrong with an action in the row of `rank`, or an empty string.
-std::string misfit(const Schedule& schedule, uint32_t rank, Action action) {
-  if (action.op == Op::kIdle) {
-    return "";
+std::string_view take(Keys* keys, const char* key) {
+  const auto found = keys->find(key);
+  if (found == keys->end()) {
+    fail("a value of " + std::string(key) + " in the first line", "none");
   }
-  if (action.stage >= schedule.stages) {
-    return "a stage below " + std::to_string(schedule.stages);
-  }
-  if (action.microbatch >= schedule.microbatches) {
-    return "a microbatch below " + std::to_string(schedule.microbatches);
-  }
-  if (schedule.placement[action.stage] != rank) {
-    return "a stage of rank " + std::to_string(rank) + " (stage " +
-           std::to_string(action.stage) + " is on rank " +
-           std::to_string(schedule.placement[action.stage]) + ")";
-  }
-  return "";
+  const std::string_view value = found->second;
+  keys->erase(found);
+  return value;
 }
 
 std::vector<Action>
-parse_row(const Schedule& schedule, uint32_t rank, const Words& cells) {
+parse_row(const Schedule& schedule, uint32_t rank, std::string_view line) {
   std::vector<Action> row;
-  row.reserve(cells.size());
-  for (const std::string_view cell : cells) {
-    std::string expected =
-        "an action <stage><op><microbatch> with op F, B, SEND_F, RECV_F, "
-        "SEND_B or RECV_B";
-    if (const std::optional<Action> action = parse_action(cell)) {
-      expected = misfit(schedule, rank, *action);
-      if (expected.empty()) {
-        row.push_back(*action);
-        continue;
-      }
-    }
-    throw ScheduleError(
-        "Schedule: expected " + expected + ", but got '" + std::string(cell) +
-        "' in row " + std::to_string(rank) + ", column " +
-        std::to_string(row.size()) + " (argument 'text')");
+  // Shorter cells than `0F0 ` exist, but few.
+  row.reserve(line.size() / 4);
+  size_t column = 0;
+  while (const std::optional<std::string_view> cell = take_word(&line)) {
+    push_cell(schedule, rank, column++, *cell, &row);
   }
+  row.shrink_to_fit();
   return row;
 }
 
 } // namespace
 
+Schedule parse_head(std::string_view line) {
+  const Words words = split(line, kBlank);
+  if (words.size() < 2 || words[0] != "schedule" || words[1] != "1") {
+    fail("'schedule 1 ...' in the first line", words.empty() ? "" : words[0]);
+  }
+  Keys keys = split_keys(words);
+  constexpr uint32_t kMostStages = std::numeric_limits<uint16_t>::max();
+  constexpr uint32_t kMost = std::numeric_limits<uint32_t>::max();
+  Schedule schedule;
+  schedule.kind = take(&keys, "kind");
+  if (schedule.kind.empty()) {
+    fail("a kind", "");
+  }
+  schedule.ranks = number(take(&keys, "ranks"), "ranks", 1, kMostStages);
+  schedule.stages = number(take(&keys, "stages"), "stages", 1, kMostStages);
+  schedule.microbatches =
+      number(take(&keys, "microbatches"), "microbatches", 1, kMost);
+  schedule.placement = parse_placement(take(&keys, "placement"), schedule);
+  if (keys.count("routes") > 0) {
+    schedule.routes = parse_routes(take(&keys, "routes"), schedule);
+  }
+  if (keys.count("ties") > 0) {
+    schedule.ties = parse_ties(take(&keys, "ties"), schedule);
+  }
+  if (!keys.empty()) {
+    fail(
+        "no key besides kind, ranks, stages, microbatches, placement, routes "
+        "and ties",
+        keys.begin()->first);
+  }
+  schedule.rows.resize(schedule.ranks);
+  return schedule;
+}
+
+void push_cell(
+    const Schedule& schedule,
+    uint32_t rank,
+    size_t column,
+    std::string_view text,
+    std::vector<Action>* row) {
+  std::string expected = cell_grammar();
+  if (std::optional<Cell> cell = parse_cell(text)) {
+    expected = number_route(schedule, &*cell)
+                   ? misfit(schedule, rank, cell->first)
+                   : "a route of the first line";
+    if (expected.empty() && cell->second) {
+      expected = misfit(schedule, rank, *cell->second);
+    }
+    if (expected.empty()) {
+      row->push_back(cell->first);
+      if (cell->second) {
+        row->push_back(*cell->second);
+      }
+      return;
+    }
+  }
+  throw ScheduleError(
+      "Schedule: expected " + expected + ", but got '" + std::string(text) +
+      "' in row " + std::to_string(rank) + ", column " +
+      std::to_string(column) + " (argument 'text')");
+}
+
 Schedule Schedule::parse(std::string_view text) {
   std::optional<Schedule> schedule;
   std::vector<bool> seen;
-  for (std::string_view line : split(text, "\n")) {
+  while (!text.empty()) {
+    const size_t end = std::min(text.find('\n'), text.size());
+    std::string_view line = text.substr(0, end);
+    text.remove_prefix(std::min(end + 1, text.size()));
     line = line.substr(0, line.find('#'));
-    const Words words = split(line, " \t\r");
-    if (words.empty()) {
+    std::string_view rest = line;
+    const std::optional<std::string_view> first = take_word(&rest);
+    if (!first) {
       continue;
     }
     if (!schedule) {
-      schedule = parse_head(words);
-      schedule->rows.resize(schedule->ranks);
+      schedule = parse_head(line);
       seen.resize(schedule->ranks);
       continue;
     }
-    if (words.size() < 2 || words[0] != "rank" || words[1].back() != ':') {
-      fail("a line 'rank <r>: ...'", words[0]);
+    const std::string_view second = take_word(&rest).value_or("");
+    if (*first != "rank" || second.empty() || second.back() != ':') {
+      fail("a line 'rank <r>: ...'", *first);
     }
-    const std::string_view digits = words[1].substr(0, words[1].size() - 1);
+    const std::string_view digits = second.substr(0, second.size() - 1);
     const uint32_t rank = number(digits, "a rank", 0, schedule->ranks - 1);
     if (seen[rank]) {
       fail("each rank once", digits);
     }
     seen[rank] = true;
-    schedule->rows[rank] =
-        parse_row(*schedule, rank, Words(words.begin() + 2, words.end()));
+    schedule->rows[rank] = parse_row(*schedule, rank, rest);
   }
   if (!schedule) {
     fail("'schedule 1 ...' in the first line", "");
@@ -232,7 +263,7 @@ Schedule Schedule::parse(std::string_view text) {
       fail("a line 'rank " + std::to_string(rank) + ": ...'", "none");
     }
   }
-  return *schedule;
+  return std::move(*schedule);
 }
 
 } // namespace torch_sm3::pipeline

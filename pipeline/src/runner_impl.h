@@ -51,17 +51,15 @@ class PipelineRunner::Impl {
   call(const Machine& machine, const Request& request, Batch& batch);
   std::vector<c10::IValue>
   arguments(Action action, const Request& request, const Batch& batch) const;
-  void finish(const c10::IValue& output, Action action, Batch& batch);
   std::vector<Packed> parts(
       const Program& program,
       const Stage& stage,
       const c10::IValue& output) const;
   StepResult conclude(const Machine& machine, Batch& batch, bool had_gradients);
-  [[noreturn]] void give_up(const std::exception* error);
+  [[noreturn]] void give_up();
   std::vector<at::Tensor> parameters() const;
-  void drop_gradients() const;
+  void drop_gradients(bool training) const;
   const Stage& stage(uint16_t index) const;
-  bool is_hub_of_loss(const Program& program) const;
 
   const RunnerOptions options_;
   const std::vector<Stage> stages_;

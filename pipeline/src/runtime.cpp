@@ -19,25 +19,6 @@ std::vector<int64_t> first_stages(const Schedule& schedule) {
   return first;
 }
 
-// The items of a tuple or list are an argument each.
-std::vector<c10::IValue> spread(const c10::IValue& value) {
-  if (value.isTuple()) {
-    return value.toTupleRef().elements().vec();
-  }
-  if (value.isList()) {
-    return value.toListRef().vec();
-  }
-  return {value};
-}
-
-c10::IValue detached(const c10::IValue& value) {
-  Packed packed = pack(value, "the last stage to return");
-  for (at::Tensor& tensor : packed.tensors) {
-    tensor = tensor.detach();
-  }
-  return unpack(packed);
-}
-
 } // namespace
 
 PipelineRunner::Impl::Impl(
@@ -71,7 +52,7 @@ PipelineRunner::Impl::Impl(
     step_ = machine(lowered);
     eval_ = machine(forward_of(lowered, lowered.microbatches));
   } catch (const LinksLost&) {
-    give_up(nullptr);
+    give_up();
   }
 }
 
@@ -125,16 +106,12 @@ StepResult PipelineRunner::Impl::run(
       throw LinksLost();
     }
     return conclude(machine, batch, had_gradients);
-  } catch (const PipelineError&) {
-    throw;
-  } catch (const c10::ValueError&) {
-    throw; // wrong arguments, on all ranks
   } catch (const LinksLost&) {
-    drop_gradients();
-    give_up(nullptr);
-  } catch (const std::exception& error) {
-    drop_gradients();
-    give_up(&error);
+    drop_gradients(training);
+    give_up();
+  } catch (...) {
+    drop_gradients(training);
+    throw;
   }
 }
 
@@ -196,112 +173,20 @@ bool PipelineRunner::Impl::drive(Machine& machine, Batch& batch) {
   }
 }
 
-std::vector<Packed> PipelineRunner::Impl::call(
-    const Machine& machine,
-    const Request& request,
-    Batch& batch) {
-  const Program& program = machine.program();
-  const Action action = program.row()[request.index];
-  const Stage& body = stage(action.stage);
-  Stage::Keywords keywords;
-  const size_t routed = action.stage > 0 ? 1 : 0;
-  for (size_t k = routed; k < request.values.size(); ++k) {
-    for (const auto& entry : unpack(request.values[k]).toGenericDict()) {
-      keywords[entry.key().toStringRef()] = entry.value();
-    }
-  }
-  const c10::IValue output = body(arguments(action, request, batch), keywords);
-  if (!program.is_last(action.stage)) {
-    return parts(program, body, output);
-  }
-  finish(output, action, batch);
-  if (batch.targets.empty()) {
-    return {{"N", {}}};
-  }
-  const at::Tensor loss =
-      options_.loss(output, batch.targets[action.microbatch]);
-  TORCH_CHECK_TYPE(
-      loss.defined() && loss.dim() == 0,
-      "PipelineRunner: expected the loss to be a scalar tensor, but got shape ",
-      loss.sizes());
-  batch.losses.push_back(loss.detach());
-  return {{"t", {loss}}};
-}
-
-std::vector<c10::IValue> PipelineRunner::Impl::arguments(
-    Action action,
-    const Request& request,
-    const Batch& batch) const {
-  return spread(
-      action.stage == 0 ? batch.inputs[action.microbatch]
-                        : unpack(request.values.at(0)));
-}
-
-void PipelineRunner::Impl::finish(
-    const c10::IValue& output,
-    Action /*action*/,
-    Batch& batch) {
-  if (batch.keep) {
-    batch.outputs.push_back(detached(output));
-  }
-}
-
-// The value for the next stage, then that of each route.
-std::vector<Packed> PipelineRunner::Impl::parts(
-    const Program& program,
-    const Stage& stage,
-    const c10::IValue& output) const {
-  const std::string owner = c10::str("stage ", stage.index(), " to return");
-  if (stage.routes().empty()) {
-    return {pack(output, owner)};
-  }
-  TORCH_CHECK_TYPE(
-      output.isGenericDict(),
-      "PipelineRunner: expected ",
-      owner,
-      " a dict for its routes, but got ",
-      output.tagKind());
-  using Dict = c10::impl::GenericDict;
-  const auto empty = [] {
-    return Dict(c10::StringType::get(), c10::AnyType::get());
-  };
-  std::map<int64_t, Dict> by_target;
-  Dict rest = empty();
-  size_t routed = 0;
-  for (const auto& entry : output.toGenericDict()) {
-    const auto route = stage.routes().find(entry.key().toStringRef());
-    if (route == stage.routes().end()) {
-      rest.insert(entry.key(), entry.value());
-      continue;
-    }
-    by_target.emplace(route->second, empty())
-        .first->second.insert(entry.key(), entry.value());
-    ++routed;
-  }
-  TORCH_CHECK_VALUE(
-      routed == stage.routes().size(),
-      "PipelineRunner: expected ",
-      owner,
-      " a dict with the ",
-      stage.routes().size(),
-      " keys of its routes, but got ",
-      routed);
-  std::vector<Packed> all;
-  for (const Edge& edge :
-       program.edges(static_cast<uint16_t>(stage.index())).values_out) {
-    const bool next = class_of(edge.channel) == MessageClass::kActivation;
-    all.push_back(pack(next ? rest : by_target.at(edge.target), owner));
-  }
-  return all;
-}
-
 StepResult PipelineRunner::Impl::conclude(
     const Machine& machine,
     Batch& batch,
     bool had_gradients) {
   Report own{machine.failure(), had_gradients, {}, {}};
-  if (!machine.failed()) {
-    std::tie(own.loss, own.losses) = reduced(batch);
+  const auto rows = static_cast<int64_t>(machine.program().row().size());
+  try {
+    if (!machine.failed()) {
+      std::tie(own.loss, own.losses) = reduced(batch);
+    }
+  } catch (const std::exception& error) {
+    const int64_t last = machine.program().schedule().stages - 1;
+    own.failure.emplace(
+        Failure{rank_, last, 0, "loss", type_of(error), text_of(error)}, rows);
   }
   const auto values = exchange(transport_.get(), rank_, ranks_, value_of(own));
   std::vector<Report> reports;
@@ -309,27 +194,14 @@ StepResult PipelineRunner::Impl::conclude(
   for (const c10::IValue& value : values) {
     reports.push_back(read_report(value));
   }
-  try {
-    raise_failures(reports);
-  } catch (const std::exception&) {
-    drop_gradients();
-    throw;
-  }
+  raise_failures(reports);
   const Report& last =
       reports.at(machine.program().schedule().placement.back());
   return {last.loss, last.losses, std::move(batch.outputs)};
 }
 
 // Throws the error of a step after which the links are of no use any more.
-void PipelineRunner::Impl::give_up(const std::exception* error) {
-  if (!transport_) {
-    TORCH_INTERNAL_ASSERT(error != nullptr, "one rank has no links to lose");
-    throw std::runtime_error(text_of(*error));
-  }
-  if (error != nullptr) {
-    transport_->fail(
-        structure_of({rank_, 0, 0, "", type_of(*error), text_of(*error)}));
-  }
+void PipelineRunner::Impl::give_up() {
   lost_ = read_failure(transport_->failure());
   // The alarm must leave before this process may end.
   transport_->flush(1.0);
@@ -344,9 +216,12 @@ std::vector<at::Tensor> PipelineRunner::Impl::parameters() const {
   return all;
 }
 
-void PipelineRunner::Impl::drop_gradients() const {
+// A partial sum is never left behind.
+void PipelineRunner::Impl::drop_gradients(bool training) const {
   for (const at::Tensor& parameter : parameters()) {
-    parameter.mutable_grad().reset();
+    if (training) {
+      parameter.mutable_grad().reset();
+    }
   }
 }
 

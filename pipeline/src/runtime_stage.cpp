@@ -129,7 +129,7 @@ Stage::Stage(int64_t index, Body body, std::vector<at::Tensor> parameters)
 
 Stage::Stage(int64_t index, const torch::jit::Module& module)
     : index_(check_index(index)),
-      call_([module](
+      call_([module = module](
                 std::vector<c10::IValue> arguments,
                 const Keywords& keywords) mutable {
         return module.forward(
@@ -143,7 +143,7 @@ Stage::Stage(int64_t index, const torch::jit::Module& module)
 Stage::Stage(int64_t index, const torch::nn::AnyModule& module)
     : index_(check_index(index)),
       // Copies of an AnyModule share the module.
-      call_([module](
+      call_([module = module](
                 std::vector<c10::IValue> arguments,
                 const Keywords& keywords) mutable {
         return run_any(module, in_a_row(std::move(arguments), keywords));

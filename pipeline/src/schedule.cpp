@@ -1,32 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <torch_sm3/pipeline/schedule.h>
+#include <cells.h>
 
 #include <algorithm>
-#include <array>
 
 namespace torch_sm3::pipeline {
 namespace {
-
-struct Spelling {
-  Op op;
-  const char* text;
-};
-constexpr std::array<Spelling, kOps - 1> kSpellings{{
-    {Op::kForward, "F"},
-    {Op::kBackward, "B"},
-    {Op::kBackwardInput, "I"},
-    {Op::kBackwardWeight, "W"},
-    {Op::kSendForward, "SEND_F"},
-    {Op::kRecvForward, "RECV_F"},
-    {Op::kSendBackward, "SEND_B"},
-    {Op::kRecvBackward, "RECV_B"},
-    {Op::kReduceGrad, "REDUCE_GRAD"},
-    {Op::kTieReduce, "TIE_REDUCE"},
-    {Op::kOptimizer, "OPTIM"},
-    {Op::kValidate, "VALIDATE"},
-    {Op::kUnshard, "UNSHARD"},
-    {Op::kReshard, "RESHARD"},
-}};
 
 // Placements that have a name instead of a list.
 const char* placement_name(const Schedule& schedule) {
@@ -39,24 +17,19 @@ const char* placement_name(const Schedule& schedule) {
   return nullptr;
 }
 
-} // namespace
-
-const char* name(Op op) {
-  for (const Spelling& spelling : kSpellings) {
-    if (spelling.op == op) {
-      return spelling.text;
+template <class Number>
+std::string joined(const std::vector<Number>& numbers, char separator) {
+  std::string out;
+  for (const Number number : numbers) {
+    if (!out.empty()) {
+      out.push_back(separator);
     }
+    append(&out, number);
   }
-  return ".";
+  return out;
 }
 
-std::string text(Action action) {
-  if (action.op == Op::kIdle) {
-    return ".";
-  }
-  return std::to_string(action.stage) + name(action.op) +
-         std::to_string(action.microbatch);
-}
+} // namespace
 
 std::vector<uint32_t> loop_placement(uint32_t ranks, uint32_t stages) {
   std::vector<uint32_t> placement(stages);
@@ -79,32 +52,54 @@ std::vector<uint32_t> v_placement(uint32_t ranks, uint32_t stages) {
 bool Schedule::lowered() const {
   return std::any_of(rows.begin(), rows.end(), [](const auto& row) {
     return std::any_of(row.begin(), row.end(), [](Action action) {
-      return is_message(action.op);
+      return is_message(action.op) || action.op == Op::kReduceGrad ||
+             action.op == Op::kTieReduce || action.op == Op::kOptimizer;
     });
   });
 }
 
-std::string Schedule::text() const {
-  std::string out =
-      "schedule 1 kind=" + kind + " ranks=" + std::to_string(ranks) +
-      " stages=" + std::to_string(stages) +
-      " microbatches=" + std::to_string(microbatches) + " placement=";
-  if (const char* known = placement_name(*this)) {
+std::string head_of(const Schedule& schedule) {
+  std::string out = "schedule 1 kind=" + schedule.kind +
+                    " ranks=" + std::to_string(schedule.ranks) +
+                    " stages=" + std::to_string(schedule.stages) +
+                    " microbatches=" + std::to_string(schedule.microbatches) +
+                    " placement=";
+  if (const char* known = placement_name(schedule)) {
     out += known;
   } else {
-    for (uint32_t stage = 0; stage < stages; ++stage) {
-      out += stage > 0 ? "," : "";
-      out += std::to_string(placement[stage]);
-    }
+    out += joined(schedule.placement, ',');
   }
+  const char* separator = " routes=";
+  for (const Route route : schedule.routes) {
+    out += separator + std::to_string(route.source) + '>' +
+           std::to_string(route.target);
+    separator = ",";
+  }
+  separator = " ties=";
+  for (const auto& members : schedule.ties) {
+    out += separator + joined(members, '+');
+    separator = ",";
+  }
+  return out;
+}
+
+std::string Schedule::text() const {
+  std::string out = head_of(*this);
   for (uint32_t rank = 0; rank < ranks; ++rank) {
     out += "\nrank " + std::to_string(rank) + ":";
-    for (const Action action : rows[rank]) {
-      out += ' ';
-      out += pipeline::text(action);
+    for (size_t next = 0; next < rows[rank].size();) {
+      out.push_back(' ');
+      next = append_cell(&out, *this, rows[rank], next);
     }
   }
-  return out + "\n";
+  out.push_back('\n');
+  return out;
+}
+
+std::string Schedule::text(Action action) const {
+  std::string out;
+  append(&out, *this, action);
+  return out;
 }
 
 } // namespace torch_sm3::pipeline

@@ -53,15 +53,15 @@ inline std::vector<at::Tensor> weights(int64_t count) {
   return all;
 }
 
-/// Stages that pass a stream, a second one and the number of their calls so far.
+/// Stages that pass a stream, a second one and the number of their calls so
+/// far.
 class Model {
  public:
   explicit Model(int64_t stages) : weights_(weights(stages)) {}
 
   c10::IValue run(int64_t stage, const std::vector<c10::IValue>& inputs) const {
     at::Tensor x = inputs.at(0).toTensor();
-    at::Tensor side =
-        inputs.size() > 1 ? inputs.at(1).toTensor() : at::cos(x);
+    at::Tensor side = inputs.size() > 1 ? inputs.at(1).toTensor() : at::cos(x);
     if (stage > 0) {
       x.add_(side, 0.5); // in place, as a stage may
       TORCH_CHECK(inputs.at(2).toInt() == stage);
@@ -96,10 +96,10 @@ class Model {
     for (int64_t i = 0; i < m; ++i) {
       c10::IValue value = xs[i];
       for (size_t stage = 0; stage < weights_.size(); ++stage) {
-        value = run(
-            static_cast<int64_t>(stage),
-            value.isTuple() ? copied(value.toTupleRef().elements().vec())
-                            : std::vector<c10::IValue>{value});
+        value =
+            run(static_cast<int64_t>(stage),
+                value.isTuple() ? copied(value.toTupleRef().elements().vec())
+                                : std::vector<c10::IValue>{value});
       }
       const at::Tensor loss = loss_of(value, ys[i]);
       const double each = 1.0 / static_cast<double>(m);
@@ -199,9 +199,9 @@ class RoutedModel {
     bool same = true;
     for (size_t stage = 0; stage < 3; ++stage) {
       if (schedule.placement[stage] == static_cast<uint32_t>(rank)) {
-        same = same &&
-               at::allclose(
-                   weights_[stage].grad(), other.weights_[stage].grad());
+        same =
+            same &&
+            at::allclose(weights_[stage].grad(), other.weights_[stage].grad());
       }
     }
     return same;
@@ -216,7 +216,8 @@ inline torch::jit::Module scripted_head() {
   torch::jit::Module module("Head");
   module.register_parameter(
       "weight", numbers({kWidth, kWidth}, 5).requires_grad_(), false);
-  module.define("def forward(self, x):\n  return torch.matmul(x, self.weight)\n");
+  module.define(
+      "def forward(self, x):\n  return torch.matmul(x, self.weight)\n");
   return module;
 }
 

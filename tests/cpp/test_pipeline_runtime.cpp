@@ -94,7 +94,7 @@ TEST(PipelineRuntime, NamedPlansHaveTheBitsOfOneLoop) {
 // rank itself; backwards whole and in two parts.
 TEST(PipelineRuntime, EveryPlacementHasTheBitsOfOneLoop) {
   for (const bool split : {false, true}) {
-    for (const auto& placement : std::vector<std::vector<uint32_t>>{
+    for (const auto& placement : std::vector<std::vector<uint32_t> >{
              {0, 1, 0, 1}, {0, 1, 1, 0}, {0, 0, 1, 1}, {0, 0, 0, 0}}) {
       expect_bits_of_one_loop(all_forwards_first(placement, 3, split));
     }
@@ -109,8 +109,7 @@ TEST(PipelineRuntime, OneRankNeedsNoGroup) {
   const Schedule schedule = all_forwards_first({0, 0}, 3, false);
   PipelineRunner runner(
       schedule, nullptr, model.stages_of(schedule, 0), options());
-  EXPECT_TRUE(
-      at::equal(runner.step({batch.first}, batch.second).loss, loss));
+  EXPECT_TRUE(at::equal(runner.step({batch.first}, batch.second).loss, loss));
   EXPECT_TRUE(model.same_gradients(expected, 1));
 }
 
@@ -136,7 +135,7 @@ TEST(PipelineRuntime, EvalLeavesNoTrace) {
 TEST(PipelineRuntime, ARouteSkipsAStage) {
   const Pair batch = make_batch(6);
   for (const std::vector<uint32_t>& placement :
-       std::vector<std::vector<uint32_t>>{{0, 1, 2}, {0, 1, 0}, {0, 0, 0}}) {
+       std::vector<std::vector<uint32_t> >{{0, 1, 2}, {0, 1, 0}, {0, 0, 0}}) {
     const int ranks = *std::max_element(placement.begin(), placement.end()) + 1;
     const Schedule schedule = all_forwards_first(placement, 3, false, {{0, 2}});
     RoutedModel expected;
@@ -164,8 +163,7 @@ TEST(PipelineRuntime, ModulesOfBothKindsAreStages) {
     const StepResult result = runner.step({batch.first}, batch.second);
     EXPECT_TRUE(result.loss.defined());
     EXPECT_EQ(linear->weight.grad().defined(), rank == 0);
-    EXPECT_EQ(
-        script.attr("weight").toTensor().grad().defined(), rank == 1);
+    EXPECT_EQ(script.attr("weight").toTensor().grad().defined(), rank == 1);
   }));
 }
 

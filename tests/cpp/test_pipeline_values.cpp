@@ -59,10 +59,9 @@ TEST(PipelineValues, ListsAndDictsHaveTheTypeOfTheirItems) {
   EXPECT_TRUE(unpack({"[tt]", {x, x}}).isTensorList());
   EXPECT_TRUE(unpack({"[]", {}}).isTensorList());
   EXPECT_TRUE(unpack({"[i1;i2;]", {}}).isIntList());
-  EXPECT_EQ(unpack({"[tN]", {x}}).type()->repr_str(), "Optional[Tensor][]");
-  EXPECT_EQ(
-      unpack({"{s1:at}", {x}}).type()->repr_str(), "Dict(str, Tensor)");
-  EXPECT_EQ(unpack({"[ti1;]", {x}}).type()->repr_str(), "Any[]");
+  EXPECT_EQ(unpack({"[tN]", {x}}).type()->repr_str(), "List[Optional[Tensor]]");
+  EXPECT_EQ(unpack({"{s1:at}", {x}}).type()->repr_str(), "Dict[str, Tensor]");
+  EXPECT_EQ(unpack({"[ti1;]", {x}}).type()->repr_str(), "List[Any]");
 }
 
 TEST(PipelineValues, RefusalNamesOwnerPathAndType) {

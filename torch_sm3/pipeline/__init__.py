@@ -7,10 +7,11 @@ A :class:`Schedule` says what every rank does, :func:`plan` makes one, and a
 
 from torch_sm3.pipeline._faults import PipelineError, ProtocolError
 from torch_sm3.pipeline.runner import PipelineRunner, StepResult
-from torch_sm3.pipeline.schedule import Schedule, ScheduleError, plan
+from torch_sm3.pipeline.schedule import Action, Schedule, ScheduleError, plan
 from torch_sm3.pipeline.stage import Stage
 
 __all__ = [
+    "Action",
     "PipelineError",
     "PipelineRunner",
     "ProtocolError",

@@ -48,6 +48,12 @@ def forward_of(schedule: Schedule) -> Schedule:
     return Schedule.parse("\n".join(lines))
 
 
+def steps_of(schedule: Schedule, rank: int) -> list[tuple[str, int, int]]:
+    """Return operation, stage and microbatch of each action that a step runs."""
+    idle = {".", "REDUCE_GRAD", "OPTIM", "VALIDATE", "UNSHARD", "RESHARD"}
+    return [action[:3] for action in schedule.actions(rank) if action.op not in idle]
+
+
 def check_complete(schedule: Schedule) -> None:
     """Refuse a lowered schedule that leaves out or repeats what a step needs.
 
@@ -57,8 +63,8 @@ def check_complete(schedule: Schedule) -> None:
     Raises:
         ScheduleError: naming the first action that is missing or too much.
     """
-    rows = [schedule.actions(rank) for rank in range(schedule.ranks)]
-    got = Counter(action for row in rows for action in row if action[0] != ".")
+    rows = [steps_of(schedule, rank) for rank in range(schedule.ranks)]
+    got = Counter(action for row in rows for action in row)
     training = any(op == "B" for op, _, _ in got)
     place = schedule.placement
     wanted = Counter[tuple[str, int, int]]()
@@ -187,7 +193,7 @@ def _check(
     own = [s for s, place in enumerate(schedule.placement) if place == rank]
     if indices != own:
         fail(f"the stages {own}, each once", indices, "stages")
-    if loss_fn is None and any(op == "B" for op, _, _ in schedule.actions(rank)):
+    if loss_fn is None and any(op == "B" for op, _, _ in steps_of(schedule, rank)):
         fail("a loss_fn for a schedule with backwards", None, "loss_fn")
     if options.loss_reduction not in REDUCTIONS:
         fail(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_sm3.pipeline._agree import Options, agree, forward_of
+from torch_sm3.pipeline._agree import Options, agree, forward_of, steps_of
 from torch_sm3.pipeline._batch import Batch, cut, weights
 from torch_sm3.pipeline._faults import (
     ARGUMENTS,
@@ -123,9 +123,9 @@ class PipelineRunner:
             raise
         self._placement = schedule.placement
         self._microbatches = schedule.microbatches
-        self._training = any(op == "B" for op, _, _ in lowered.actions(self._rank))
-        self._actions = lowered.actions(self._rank)
-        self._eval_actions = forward_of(schedule).lower().actions(self._rank)
+        self._actions = steps_of(lowered, self._rank)
+        self._training = any(op == "B" for op, _, _ in self._actions)
+        self._eval_actions = steps_of(forward_of(schedule).lower(), self._rank)
         self._modules = {stage.index: stage.module for stage in stages}
         self._loss_fn = loss_fn
         self._options = options

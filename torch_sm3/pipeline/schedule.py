@@ -3,13 +3,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_sm3 import _ops
 
 
 class ScheduleError(ValueError):
     r"""Say that a schedule cannot be read or cannot run."""
+
+
+class Action(NamedTuple):
+    r"""Say what a rank does in one slot of a schedule.
+
+    Attributes:
+        op: ``F``, ``B``, ``I``, ``W``, ``SEND_F``, ``RECV_F``, ``SEND_B``, ``RECV_B``,
+            ``REDUCE_GRAD``, ``TIE_REDUCE``, ``OPTIM``, ``VALIDATE``, ``UNSHARD``,
+            ``RESHARD``, or ``.`` for an idle slot.
+        stage: the stage; 0 for ``OPTIM``, ``VALIDATE`` and ``.``.
+        microbatch: the microbatch; the number of the tie for ``TIE_REDUCE``.
+        route: source and target stage of a message that skips stages, else None.
+        paired: whether this and the next action are one cell,
+            ``(0F3;5B1)OVERLAP_F_B``.
+    """
+
+    op: str
+    stage: int
+    microbatch: int
+    route: tuple[int, int] | None = None
+    paired: bool = False
+
+    @property
+    def text(self) -> str:
+        r"""Text of the action alone, for example ``2F0`` or ``0SEND_F3>2``."""
+        if self.op in (".", "OPTIM", "VALIDATE"):
+            return self.op
+        if self.op in ("REDUCE_GRAD", "UNSHARD", "RESHARD"):
+            return f"{self.stage}{self.op}"
+        text = f"{self.stage}{self.op}{self.microbatch}"
+        if self.route is None:
+            return text
+        source, target = self.route
+        arrow = ">" if self.op.startswith("SEND") else "<"
+        return f"{text}{arrow}{target if self.stage == source else source}"
 
 
 class Schedule:
@@ -49,11 +84,13 @@ class Schedule:
             raise ScheduleError(str(error)) from None
 
     def lower(self) -> Schedule:
-        r"""Add the messages that a compute-only schedule lacks.
+        r"""Add the messages and collectives that a compute-only schedule lacks.
 
         Each SEND stands right after its producer, each RECV before the first action
-        that starts, if every action took one unit of time, when or after the message
-        is sent. A schedule that already holds messages comes back as it is.
+        that starts, if every cell took one unit of time, when or after the message is
+        sent. REDUCE_GRAD follows the last weight gradient of its stage, or the
+        TIE_REDUCE that it waits for; OPTIM is last. What is there already stays as it
+        is.
 
         Raises:
             ScheduleError: if the order cannot run, with the actions at which the
@@ -64,8 +101,8 @@ class Schedule:
             >>> from torch_sm3.pipeline import plan
             >>> print(plan("1f1b", ranks=2, microbatches=1).lower().text, end="")
             schedule 1 kind=1f1b ranks=2 stages=2 microbatches=1 placement=loop
-            rank 0: 0F0 0RECV_B0 0SEND_F0 0B0
-            rank 1: 1RECV_F0 1F0 1B0 1SEND_B0
+            rank 0: 0F0 0RECV_B0 0SEND_F0 0B0 0REDUCE_GRAD OPTIM
+            rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD OPTIM
         """
         try:
             return Schedule(self._native.lower())
@@ -102,16 +139,36 @@ class Schedule:
         r"""Rank of each stage."""
         return list(self._native.placement())
 
-    def actions(self, rank: int) -> list[tuple[str, int, int]]:
-        r"""Return operation, stage and microbatch of each action of a rank.
+    @property
+    def routes(self) -> list[tuple[int, int]]:
+        r"""Source and target stage of each value that skips stages."""
+        return list(self._native.routes())
+
+    @property
+    def ties(self) -> list[list[int]]:
+        r"""Stages that hold each tied weight."""
+        return list(self._native.ties())
+
+    def actions(self, rank: int) -> list[Action]:
+        r"""Return the actions of a rank in order.
 
         Args:
             rank: the rank.
 
         Raises:
             ValueError: if there is no such rank.
+
+        Example::
+
+            >>> from torch_sm3.pipeline import plan
+            >>> print(*[a.text for a in plan("1f1b", 2, 1).lower().actions(1)])
+            1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD OPTIM
         """
-        return list(self._native.actions(rank))
+        routes = [*self.routes, None]  # -1 is the last one
+        return [
+            Action(op, stage, microbatch, routes[route], paired)
+            for op, stage, microbatch, route, paired in self._native.actions(rank)
+        ]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Schedule) and self._text == other._text
@@ -155,11 +212,15 @@ def plan(
     Example::
 
         >>> from torch_sm3.pipeline import plan
-        >>> plan("gpipe", ranks=2, microbatches=2).actions(1)[:3]
-        [('F', 1, 0), ('F', 1, 1), ('B', 1, 0)]
+        >>> [a.text for a in plan("gpipe", ranks=2, microbatches=2).actions(1)]
+        ['1F0', '1F1', '1B0', '1B1']
 
     GPipe: Huang et al., 2019, https://arxiv.org/abs/1811.06965; 1F1B: Narayanan et
     al., 2021, https://arxiv.org/abs/2104.04473.
     """
-    chunks = 1 if chunks is None else chunks
+    if chunks == 0:  # which stands for None in C++
+        raise ValueError(
+            "plan: expected chunks of at least 1, but got 0 (argument 'chunks')"
+        )
+    chunks = 0 if chunks is None else chunks
     return Schedule(_ops.pipeline_schedule_class()(kind, ranks, chunks, microbatches))

@@ -21,7 +21,10 @@ def kinds_of(p: int) -> tuple[str, ...]:
 
 
 def rows_of(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
-    return [schedule.actions(rank) for rank in range(schedule.ranks)]
+    return [
+        [action[:3] for action in schedule.actions(rank)]
+        for rank in range(schedule.ranks)
+    ]
 
 
 # --- text --------------------------------------------------------------------
@@ -195,29 +198,28 @@ def test_lowering_is_idempotent_and_keeps_the_computation() -> None:
         assert lowered.lower() == lowered
         assert Schedule.parse(lowered.text) == lowered
         for rank in range(schedule.ranks):
-            compute = [a for a in lowered.actions(rank) if a[0] in "FB"]
+            compute = [a for a in lowered.actions(rank) if a.op in "FB"]
             assert compute == schedule.actions(rank)
 
 
 def test_each_message_is_sent_and_received_once_in_one_order() -> None:
     for schedule in every_plan(4, 5):
-        lowered, place = schedule.lower(), schedule.placement
+        rows, place = rows_of(schedule.lower()), schedule.placement
         for op, step in (("F", 1), ("B", -1)):
             for a in range(schedule.ranks):
                 for b in range(schedule.ranks):
                     sent = [
                         (s + step, i)
-                        for o, s, i in lowered.actions(a)
+                        for o, s, i in rows[a]
                         if o == f"SEND_{op}" and place[s + step] == b
                     ]
                     received = [
                         (s, i)
-                        for o, s, i in lowered.actions(b)
+                        for o, s, i in rows[b]
                         if o == f"RECV_{op}" and place[s - step] == a
                     ]
                     assert sent == received
-        for rank in range(schedule.ranks):
-            row = lowered.actions(rank)
+        for row in rows:
             for at, (op, stage, i) in enumerate(row):
                 if op.startswith("SEND"):
                     # Right after its producer; only RECVs of the gap lie between.
@@ -232,9 +234,9 @@ def test_each_message_is_sent_and_received_once_in_one_order() -> None:
 def test_receives_stand_where_unit_costs_put_them() -> None:
     assert plan("1f1b", 2, 3).lower().text.splitlines()[1:] == [
         "rank 0: 0F0 0SEND_F0 0F1 0RECV_B0 0SEND_F1 0B0 0F2 0RECV_B1 0SEND_F2 0B1 "
-        "0RECV_B2 0B2",
+        "0RECV_B2 0B2 0REDUCE_GRAD OPTIM",
         "rank 1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1RECV_F2 1SEND_B1 1F2 1B2 "
-        "1SEND_B2",
+        "1SEND_B2 1REDUCE_GRAD OPTIM",
     ]
 
 
@@ -261,8 +263,10 @@ def test_messages_within_a_rank_are_none() -> None:
         "rank 0: 0F0 3F0 3B0 0B0\nrank 1: 1F0 2F0 2B0 1B0\n"
     )
     assert Schedule.parse(text).lower().text.splitlines()[1:] == [
-        "rank 0: 0F0 3RECV_F0 0SEND_F0 3F0 3B0 0RECV_B0 3SEND_B0 0B0",
-        "rank 1: 1RECV_F0 1F0 2F0 2RECV_B0 2SEND_F0 2B0 1B0 1SEND_B0",
+        "rank 0: 0F0 3RECV_F0 0SEND_F0 3F0 3B0 0RECV_B0 3SEND_B0 3REDUCE_GRAD 0B0 "
+        "0REDUCE_GRAD OPTIM",
+        "rank 1: 1RECV_F0 1F0 2F0 2RECV_B0 2SEND_F0 2B0 2REDUCE_GRAD 1B0 "
+        "1SEND_B0 1REDUCE_GRAD OPTIM",
     ]
 
 

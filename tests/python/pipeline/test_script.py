@@ -20,7 +20,7 @@ class Counter(torch.nn.Module):
 
     def forward(self, rank: int) -> tuple[str, int]:
         forwards = 0
-        for op, _stage, _microbatch in self.schedule.actions(rank):
+        for op, _stage, _microbatch, _route, _paired in self.schedule.actions(rank):
             if op == "F":
                 forwards += 1
         return self.schedule.lower().text(), forwards

@@ -53,22 +53,37 @@ struct Schedule {
   /// Writes the text form; `parse` reads it back without loss.
   TORCH_SM3_API std::string text() const;
 
+  /// Writes one action, with the other end of its route if it has one.
+  ///
+  /// \param action an action of this schedule
+  TORCH_SM3_API std::string text(Action action) const;
+
   /// Reads the text form.
   ///
   /// \param text a schedule
   /// \throws ScheduleError naming row, column and cell of what it cannot read
   TORCH_SM3_API static Schedule parse(std::string_view text);
 
-  /// Tells whether any action moves a message.
+  /// Tells whether any action is a message, REDUCE_GRAD, TIE_REDUCE or OPTIM.
   TORCH_SM3_API bool lowered() const;
 
-  /// Adds the messages that a compute-only schedule lacks.
+  /// Adds the messages and collectives that a compute-only schedule lacks, in
+  /// time linear in the number of actions.
   ///
   /// A SEND stands right after its producer. A RECV stands before the first
-  /// action of its rank that starts, if every action took one unit of time,
-  /// when or after the message is sent; its consumer never starts earlier. In
-  /// one gap RECVs stand before SENDs. Stages on one rank exchange no message.
-  /// A schedule that already holds messages is returned as it is.
+  /// action of its rank that starts, if every cell took one unit of time, when
+  /// or after the message is sent; its consumer never starts earlier. In one
+  /// gap RECVs stand before SENDs. Stages on one rank exchange no message, and
+  /// a result that no action makes or uses is not sent.
+  ///
+  /// REDUCE_GRAD follows the last weight gradient of its stage and what it
+  /// sends. TIE_REDUCE stands once on each rank that holds a member, for the
+  /// lowest of them: where a message sent by the last member's last weight
+  /// gradient would be received, after any SEND in that gap; the members'
+  /// REDUCE_GRAD follow it. OPTIM is last on all ranks. Neither is added
+  /// without weight gradients.
+  ///
+  /// What is there already stays as it is, so lowering twice changes nothing.
   ///
   /// \throws ScheduleError if the order cannot run, with the actions at which
   ///     the ranks wait for each other

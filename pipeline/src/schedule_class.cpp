@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // torch.classes.torch_sm3.PipelineSchedule, for Python and TorchScript alike.
+// torch releases the GIL around every call.
 #include <torch_sm3/check.h>
 #include <torch_sm3/pipeline/planner.h>
 
 #include <torch/custom_class.h>
 
+#include <stdexcept>
 #include <tuple>
 
 namespace torch_sm3::pipeline {
@@ -65,8 +67,24 @@ class PipelineSchedule : public torch::CustomClassHolder {
     return {schedule_.placement.begin(), schedule_.placement.end()};
   }
 
-  // Operation, stage and microbatch of each action of one rank.
-  std::vector<std::tuple<std::string, int64_t, int64_t>>
+  std::vector<std::tuple<int64_t, int64_t>> routes() const {
+    std::vector<std::tuple<int64_t, int64_t>> all;
+    for (const Route route : schedule_.routes) {
+      all.emplace_back(route.source, route.target);
+    }
+    return all;
+  }
+  std::vector<std::vector<int64_t>> ties() const {
+    std::vector<std::vector<int64_t>> all;
+    for (const auto& members : schedule_.ties) {
+      all.emplace_back(members.begin(), members.end());
+    }
+    return all;
+  }
+
+  // Operation, stage, microbatch, number of the route or -1, and whether it is
+  // one cell with the next, of each action of one rank.
+  std::vector<std::tuple<std::string, int64_t, int64_t, int64_t, bool>>
   actions(int64_t rank) const {
     TORCH_SM3_CHECK_VALUE(
         rank >= 0 && rank < schedule_.ranks,
@@ -74,9 +92,15 @@ class PipelineSchedule : public torch::CustomClassHolder {
         "rank",
         c10::str("a rank from 0 to ", schedule_.ranks - 1),
         rank);
-    std::vector<std::tuple<std::string, int64_t, int64_t>> all;
+    std::vector<std::tuple<std::string, int64_t, int64_t, int64_t, bool>> all;
     for (const Action action : schedule_.rows[static_cast<size_t>(rank)]) {
-      all.emplace_back(name(action.op), action.stage, action.microbatch);
+      const bool message = is_message(action.op);
+      all.emplace_back(
+          name(action.op),
+          action.stage,
+          action.microbatch,
+          message ? action.flags - 1 : -1,
+          !message && (action.flags & kPaired) != 0);
     }
     return all;
   }
@@ -102,6 +126,8 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
       .def("stages", &PipelineSchedule::stages)
       .def("microbatches", &PipelineSchedule::microbatches)
       .def("placement", &PipelineSchedule::placement)
+      .def("routes", &PipelineSchedule::routes)
+      .def("ties", &PipelineSchedule::ties)
       .def("actions", &PipelineSchedule::actions)
       .def_pickle(
           [](const c10::intrusive_ptr<PipelineSchedule>& self) {
