@@ -101,7 +101,7 @@ void check(
       c10::str("a schedule of ", ranks, " ranks"),
       schedule.ranks);
   check_stages(rank, schedule, stages);
-  const Program program(schedule, static_cast<uint32_t>(rank));
+  const RankProgram program(schedule, static_cast<uint32_t>(rank));
   TORCH_SM3_CHECK_VALUE(
       options.loss || !program.trains() || schedule.placement.back() != rank,
       "PipelineRunner",

@@ -10,8 +10,8 @@
 
 namespace torch_sm3::pipeline {
 
-Parts cut(
-    const c10::IValue& value,
+CutValue
+cut(const c10::IValue& value,
     int64_t parts,
     int64_t dim,
     const std::string& argument) {
@@ -47,7 +47,7 @@ Parts cut(
       " (argument '",
       argument,
       "')");
-  Parts made;
+  CutValue made;
   int64_t start = 0;
   for (int64_t i = 0; i < parts; ++i) {
     const int64_t length = size < 0 ? 0 : size / parts + (i < size % parts);

@@ -9,16 +9,16 @@
 
 namespace torch_sm3::pipeline {
 
-// Parts of a value, and the number of samples in each (0 without tensors).
-struct Parts {
+// CutValue of a value, and the number of samples in each (0 without tensors).
+struct CutValue {
   std::vector<c10::IValue> values;
   std::vector<int64_t> sizes;
 };
 
 // Cuts the tensors of a value along `dim` into parts as even as possible: 8 in
 // 3 gives 3, 3, 2. A ValueError names `argument`.
-Parts cut(
-    const c10::IValue& value,
+CutValue
+cut(const c10::IValue& value,
     int64_t parts,
     int64_t dim,
     const std::string& argument);

@@ -107,7 +107,7 @@ std::string text_of(const std::exception& error) {
                                 : error.what();
 }
 
-c10::IValue value_of(const Report& report) {
+c10::IValue value_of(const RankReport& report) {
   c10::IValue failure;
   if (report.failure) {
     const auto& [what, index] = *report.failure;
@@ -117,9 +117,9 @@ c10::IValue value_of(const Report& report) {
       {failure, report.had_gradients, report.loss, report.losses});
 }
 
-Report read_report(const c10::IValue& value) {
+RankReport read_report(const c10::IValue& value) {
   const auto fields = value.toTupleRef().elements().vec();
-  Report report;
+  RankReport report;
   if (!fields.at(0).isNone()) {
     const auto failure = fields[0].toTupleRef().elements().vec();
     report.failure.emplace(
@@ -134,10 +134,10 @@ Report read_report(const c10::IValue& value) {
   return report;
 }
 
-void raise_failures(const std::vector<Report>& reports) {
+void raise_failures(const std::vector<RankReport>& reports) {
   std::vector<std::pair<Failure, int64_t>> failures;
   bool had_gradients = false;
-  for (const Report& report : reports) {
+  for (const RankReport& report : reports) {
     had_gradients = had_gradients || report.had_gradients;
     if (report.failure) {
       failures.push_back(*report.failure);

@@ -34,19 +34,19 @@ std::string type_of(const std::exception& error);
 std::string text_of(const std::exception& error);
 
 // What one rank tells the others at the end of a step.
-struct Report {
+struct RankReport {
   std::optional<std::pair<Failure, int64_t>> failure;
   bool had_gradients = false;
   at::Tensor loss; // from the rank of the last stage
   at::Tensor losses;
 };
 
-c10::IValue value_of(const Report& report);
-Report read_report(const c10::IValue& value);
+c10::IValue value_of(const RankReport& report);
+RankReport read_report(const c10::IValue& value);
 
 // Throws the error of the step if any rank reports a failure: that of the least
 // stage, microbatch and action; the others are listed.
-void raise_failures(const std::vector<Report>& reports);
+void raise_failures(const std::vector<RankReport>& reports);
 
 // The error of a failure that ended the links themselves.
 [[noreturn]] void raise_lost(const Failure& failure);

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <list>
 #include <map>
 #include <mutex>
@@ -64,7 +65,10 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
     int64_t peer = 0;
     Channel channel = Channel::kControl;
     Header expected;
-    Work frame;            // receives into the link's buffer
+    at::Tensor buffer;     // for the frame and a small payload
+    Work frame;            // receives into it
+    bool posted = false;   // once and for all
+    bool awaited = false;  // a caller waits for the frame
     bool threaded = false; // the link's thread does the rest
     std::optional<Message> message;
     std::optional<Time> since; // start of the wait
@@ -83,15 +87,17 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
     std::optional<Time> full_since;
     std::chrono::nanoseconds delay{0};
   };
-  // One class of messages from one peer. Of one link one message at a time is
-  // received, as only its header says what follows it.
+  // One class of messages from one peer. Frames are received ahead, as many as
+  // may be under way; what does not fit a frame's buffer has a tag of its own
+  // and is received after the header that describes it.
   struct Incoming {
     int64_t peer = 0;
     int tag = 0;
-    at::Tensor buffer; // header frame and room for a small payload
     std::deque<std::shared_ptr<Receipt>> asked;
-    std::deque<Message> unasked; // control messages that came first
-    bool large = false;          // the last message did not fit the buffer
+    std::vector<at::Tensor> spare; // buffers for frames
+    std::deque<Message> unasked;   // control messages that came first
+    bool large =
+        true; // the last message had a payload of its own, or is unknown
     std::condition_variable wake;
     Work current; // what the thread waits for
     bool finished = false;
@@ -108,14 +114,22 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   // of ours ever does: it is ended from outside, and the connections stay.
   static constexpr std::chrono::milliseconds kForever =
       std::chrono::hours(24 * 3650);
+  // How often waits are looked at. A caller with signals to serve waits in
+  // slices of this order.
+  static constexpr std::chrono::milliseconds kTick{50};
 
   // For callers. Those that take a lock hold mutex_ meanwhile.
   Outgoing& outgoing(int64_t peer, Channel channel);
   Incoming& incoming(int64_t peer, Channel channel);
   bool make_room(Lock& lock, Outgoing& link, size_t most, Time limit);
   bool wait_for(Lock& lock, const Work& work, Time limit);
+  bool wait_once(Lock& lock, const Work& work, Time limit);
+  bool patiently(Time limit, const std::function<bool(Time)>& wait);
   void progress(Lock& lock, Incoming& link, Time limit);
-  void post_next(Incoming& link);
+  void post_frames(Incoming& link);
+  void next_message(Incoming& link);
+  void hand_over();
+  at::Tensor take_buffer(Incoming& link);
   void watch();
   Time limit_of(std::optional<Time>* since, double seconds) const;
   bool overdue(const std::optional<Time>& since) const;
@@ -134,9 +148,9 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   void
   post(Outgoing& link, Header header, const std::vector<at::Tensor>& tensors);
   void post_parcel(const Outgoing& link, Parcel& parcel);
-  Work post_receive(Incoming& link, const at::Tensor& bytes);
+  Work post_receive(const Incoming& link, const at::Tensor& bytes, int tag);
   bool open_frame(Incoming& link, Receipt& receipt);
-  std::optional<Message> pull_rest(Incoming& link);
+  std::optional<Message> pull_rest(Incoming& link, const at::Tensor& frame);
   void launch(Incoming& link, void (Engine::*run)(Incoming&));
   void run_incoming(Incoming& link);
   void run_control(Incoming& link);
@@ -147,6 +161,9 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   void match(Incoming& link);
   void stop(Incoming& link);
   int tag(Channel channel, int64_t from, int64_t to) const;
+  static int payload_tag(int tag) {
+    return tag + 1;
+  }
   Failure lost_peer(int64_t peer) const;
   Failure broken_protocol(const Incoming& link, const std::string& what) const;
 
@@ -162,6 +179,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   std::condition_variable delaying_; // a message was held back
   uint64_t step_ = 0;
   uint8_t flags_ = 0;
+  int stuck_ = 0; // callers whose wait lasts
   bool stopping_ = false;
   std::string failure_;
   int64_t next_ticket_ = 0;

@@ -7,14 +7,14 @@
 namespace torch_sm3::pipeline {
 
 Machine::Machine(
-    std::shared_ptr<const Program> program,
+    std::shared_ptr<const RankProgram> program,
     Transport* transport,
     uint32_t user_ops)
     : program_(std::move(program)),
       transport_(transport),
       user_ops_(user_ops) {}
 
-void Machine::begin(uint64_t step, bool training, std::vector<double> weights) {
+void Machine::begin(bool training, std::vector<double> weights) {
   training_ = training;
   weights_ = std::move(weights);
   at_ = 0;
@@ -23,9 +23,6 @@ void Machine::begin(uint64_t step, bool training, std::vector<double> weights) {
   poison_.reset();
   tickets_.clear();
   forget();
-  if (transport_ != nullptr) {
-    transport_->begin(step, !training);
-  }
 }
 
 void Machine::forget() {
@@ -64,19 +61,23 @@ void Machine::fail(const std::string& error_type, const std::string& message) {
       at_ < program_->row().size(),
       "PipelineRunner: expected an action that failed, but all are done");
   asked_ = false;
+  const auto index = static_cast<int64_t>(at_);
+  const Action now = action();
+  if (now.op >= Op::kReduceGrad) {
+    ++at_; // no communication of ours belongs to it
+  }
   if (failed()) {
     return; // a collective after a failure: the first one is told
   }
-  const Action now = action();
   failure_.emplace(
       Failure{
           program_->rank(),
           now.stage,
           now.microbatch,
-          text(now),
+          program_->schedule().text(now),
           error_type,
           message},
-      static_cast<int64_t>(at_));
+      index);
   forget();
 }
 
@@ -85,10 +86,10 @@ void Machine::fail(Failure failure) {
   forget();
 }
 
-Header Machine::header(const Edge& edge, uint32_t microbatch) const {
+Header Machine::header(const Way& way, uint32_t microbatch) const {
   Header header;
-  header.source = edge.source;
-  header.target = edge.target;
+  header.source = way.source;
+  header.target = way.target;
   header.microbatch = microbatch;
   return header;
 }
@@ -105,7 +106,7 @@ Machine::Progress Machine::run(double seconds) {
     case Op::kBackwardWeight: {
       const auto found = graphs_.find({action().stage, action().microbatch});
       TORCH_INTERNAL_ASSERT(found != graphs_.end(), "W without its I");
-      run_backward_weight(found->second);
+      found->second.backward.weight();
       graphs_.erase(found);
       return Progress::kNext;
     }
@@ -127,10 +128,10 @@ Machine::Progress Machine::run(double seconds) {
 Machine::Progress Machine::pass(double seconds) {
   switch (action().op) {
     case Op::kForward:
-      return drain(program_->edges(action().stage).values_in, seconds);
+      return drain(program_->ways(action().stage).values_in, seconds);
     case Op::kBackward:
     case Op::kBackwardInput:
-      return drain(program_->edges(action().stage).gradients_in, seconds);
+      return drain(program_->ways(action().stage).gradients_in, seconds);
     case Op::kBackwardWeight:
       return Progress::kNext;
     case Op::kSendForward:
@@ -142,45 +143,45 @@ Machine::Progress Machine::pass(double seconds) {
 }
 
 void Machine::receive() {
-  const Edge& edge = program_->edge(action());
+  const Way& way = program_->way(action());
   const uint32_t i = action().microbatch;
-  tickets_[key(edge, i)] =
-      transport_->receive(edge.peer, edge.channel, header(edge, i));
+  tickets_[key(way, i)] =
+      transport_->receive(way.peer, way.channel, header(way, i));
 }
 
 Machine::Progress Machine::send(double seconds) {
-  const Edge& edge = program_->edge(action());
+  const Way& way = program_->way(action());
   const uint32_t i = action().microbatch;
-  const auto found = results_.find(key(edge, i));
+  const auto found = results_.find(key(way, i));
   TORCH_INTERNAL_ASSERT(found != results_.end(), "a SEND before its producer");
-  Header head = header(edge, i);
+  Header head = header(way, i);
   head.structure = found->second.structure;
   const Outcome outcome = transport_->send(
-      edge.peer, edge.channel, std::move(head), found->second.tensors, seconds);
+      way.peer, way.channel, std::move(head), found->second.tensors, seconds);
   if (outcome == Outcome::kDone) {
     results_.erase(found);
+    left(way);
     return Progress::kNext;
   }
   return outcome == Outcome::kLost ? Progress::kLost : Progress::kWait;
 }
 
 Machine::Progress Machine::send_poison(double seconds) {
-  const Edge& edge = program_->edge(action());
-  Header head = header(edge, action().microbatch);
+  const Way& way = program_->way(action());
+  Header head = header(way, action().microbatch);
   head.message_class = MessageClass::kPoison;
   head.structure = structure_of(failure_ ? failure_->first : *poison_);
   const Outcome outcome =
-      transport_->send(edge.peer, edge.channel, std::move(head), {}, seconds);
+      transport_->send(way.peer, way.channel, std::move(head), {}, seconds);
   return outcome == Outcome::kDone   ? Progress::kNext
          : outcome == Outcome::kLost ? Progress::kLost
                                      : Progress::kWait;
 }
 
 // Waits until all that comes from other ranks for the action is here.
-Machine::Progress
-Machine::await(const std::vector<Edge>& edges, double seconds) {
-  for (const Edge& edge : edges) {
-    const auto ticket = tickets_.find(key(edge, action().microbatch));
+Machine::Progress Machine::await(const std::vector<Way>& ways, double seconds) {
+  for (const Way& way : ways) {
+    const auto ticket = tickets_.find(key(way, action().microbatch));
     if (ticket == tickets_.end()) {
       continue;
     }
@@ -193,8 +194,8 @@ Machine::await(const std::vector<Edge>& edges, double seconds) {
 }
 
 // Takes a message that has arrived; nothing if it was poison.
-std::optional<Message> Machine::take_message(const Edge& edge) {
-  const auto ticket = tickets_.find(key(edge, action().microbatch));
+std::optional<Message> Machine::take_message(const Way& way) {
+  const auto ticket = tickets_.find(key(way, action().microbatch));
   TORCH_INTERNAL_ASSERT(ticket != tickets_.end(), "a consumer before its RECV");
   Message message = transport_->take(ticket->second);
   tickets_.erase(ticket);
@@ -208,13 +209,12 @@ std::optional<Message> Machine::take_message(const Edge& edge) {
   return std::nullopt;
 }
 
-Machine::Progress
-Machine::drain(const std::vector<Edge>& edges, double seconds) {
-  const Progress progress = await(edges, seconds);
+Machine::Progress Machine::drain(const std::vector<Way>& ways, double seconds) {
+  const Progress progress = await(ways, seconds);
   if (progress == Progress::kNext) {
-    for (const Edge& edge : edges) {
-      if (tickets_.count(key(edge, action().microbatch)) > 0) {
-        take_message(edge);
+    for (const Way& way : ways) {
+      if (tickets_.count(key(way, action().microbatch)) > 0) {
+        take_message(way);
       }
     }
   }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <backward_pass.h>
-#include <program.h>
+#include <rank_program.h>
 #include <values.h>
 
+#include <torch_sm3/pipeline/backward.h>
 #include <torch_sm3/pipeline/transport.h>
 
 #include <cstdint>
@@ -51,13 +51,19 @@ class Machine {
   // `transport` may be null for one rank. `user_ops` has bit `op` set for the
   // operations other than F that the face wants to see; the others do nothing.
   Machine(
-      std::shared_ptr<const Program> program,
+      std::shared_ptr<const RankProgram> program,
       Transport* transport,
       uint32_t user_ops);
 
-  // Begins a step, or an eval if not `training`. `weights` are the factors of
-  // the microbatches' losses in the gradients, for the rank of the last stage.
-  void begin(uint64_t step, bool training, std::vector<double> weights);
+  // Whether a stage's backwards run in two parts where the row says so.
+  void set_split(uint16_t stage, Split split) {
+    splits_[stage] = split;
+  }
+
+  // Begins a step, or an eval if not `training`; the transport must have begun.
+  // `weights` are the factors of the microbatches' losses in the gradients, for
+  // the rank of the last stage.
+  void begin(bool training, std::vector<double> weights);
 
   // Goes on with the answer to the last request until there is another one;
   // waits for a message no longer than `seconds`.
@@ -76,7 +82,7 @@ class Machine {
   bool failed() const {
     return failure_ || poison_;
   }
-  const Program& program() const {
+  const RankProgram& program() const {
     return *program_;
   }
 
@@ -91,13 +97,23 @@ class Machine {
     std::vector<bool> requires_grad;
   };
 
-  static Key key(const Edge& edge, uint32_t microbatch) {
-    return {edge.channel, edge.source, edge.target, microbatch};
+  // What a forward leaves for its backward.
+  struct Graph {
+    StageBackward backward;
+    std::vector<size_t> inputs_of_way;  // tensors that each way in brought
+    std::vector<size_t> outputs_of_way; // tensors that each way out takes
+    std::vector<at::Tensor> outputs;    // until they have left
+    size_t unsent = 0;                  // ways out that wait for their turn
+    at::Tensor seed; // of the last stage: where its backward starts
+  };
+
+  static Key key(const Way& way, uint32_t microbatch) {
+    return {way.channel, way.source, way.target, microbatch};
   }
   Action action() const {
     return program_->row()[at_];
   }
-  Header header(const Edge& edge, uint32_t microbatch) const;
+  Header header(const Way& way, uint32_t microbatch) const;
   void forget();
 
   Progress run(double seconds);
@@ -108,21 +124,24 @@ class Machine {
   Progress send(double seconds);
   Progress send_poison(double seconds);
   void receive();
-  Progress drain(const std::vector<Edge>& edges, double seconds);
+  Progress drain(const std::vector<Way>& ways, double seconds);
   Progress collect(
-      const std::vector<Edge>& edges,
+      const std::vector<Way>& ways,
       double seconds,
       std::vector<Incoming>* values);
-  Progress await(const std::vector<Edge>& edges, double seconds);
-  Incoming take_local(const Edge& edge);
-  std::optional<Message> take_message(const Edge& edge);
-  Packed mark(Incoming incoming, std::vector<at::Tensor>* leaves) const;
+  Progress await(const std::vector<Way>& ways, double seconds);
+  Incoming take_local(const Way& way);
+  std::optional<Message> take_message(const Way& way);
+  void enter(std::vector<Incoming> incoming);
+  void leave(const std::vector<Packed>& answer);
+  void left(const Way& way);
   std::vector<at::Tensor> output_gradients(
       const std::vector<Incoming>& incoming,
-      const StageGraph& graph) const;
-  void keep_gradients(const std::vector<at::Tensor>& gradients);
+      const Graph& graph) const;
+  void
+  keep_gradients(const std::vector<at::Tensor>& gradients, const Graph& graph);
 
-  const std::shared_ptr<const Program> program_;
+  const std::shared_ptr<const RankProgram> program_;
   Transport* const transport_;
   const uint32_t user_ops_;
 
@@ -137,7 +156,8 @@ class Machine {
   // What stages made, until it is sent or, on this rank, used.
   std::map<Key, Packed> results_;
   // What backwards need.
-  std::map<Cell, StageGraph> graphs_;
+  std::map<Cell, Graph> graphs_;
+  std::map<uint16_t, Split> splits_;
 };
 
 } // namespace torch_sm3::pipeline

@@ -7,30 +7,68 @@
 
 #include <torch_sm3/check.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
 
 namespace torch_sm3::pipeline {
 namespace {
 
+// Operation, stage, microbatch and number of the route or -1.
+using Item = std::tuple<std::string, int64_t, int64_t, int64_t>;
+using Pair = std::tuple<int64_t, int64_t>;
+
+Op op_of(const std::string& wanted) {
+  for (int op = 0; op < kOps; ++op) {
+    if (name(static_cast<Op>(op)) == wanted) {
+      return static_cast<Op>(op);
+    }
+  }
+  TORCH_SM3_CHECK_VALUE(
+      false, "PipelineMachine", "row", "an operation of a schedule", wanted);
+}
+
 uint32_t mask_of(const std::vector<std::string>& ops) {
   uint32_t mask = 0;
   for (const std::string& wanted : ops) {
-    bool known = false;
-    for (int op = static_cast<int>(Op::kReduceGrad); op < kOps; ++op) {
-      if (name(static_cast<Op>(op)) == wanted) {
-        mask |= 1u << static_cast<uint32_t>(op);
-        known = true;
-      }
-    }
+    const Op op = op_of(wanted);
     TORCH_SM3_CHECK_VALUE(
-        known,
+        op >= Op::kReduceGrad,
         "PipelineMachine",
         "user_ops",
         "operations from REDUCE_GRAD to RESHARD",
         wanted);
+    mask |= 1u << static_cast<uint32_t>(op);
   }
   return mask;
+}
+
+// A schedule of which one rank's row is known.
+Schedule schedule_of(
+    const std::vector<int64_t>& placement,
+    const std::vector<Pair>& routes,
+    int64_t rank,
+    const std::vector<Item>& row) {
+  Schedule schedule;
+  schedule.stages = static_cast<uint32_t>(placement.size());
+  for (const int64_t place : placement) {
+    schedule.placement.push_back(static_cast<uint32_t>(place));
+    schedule.ranks = std::max(schedule.ranks, schedule.placement.back() + 1);
+  }
+  for (const auto& [source, target] : routes) {
+    schedule.routes.push_back(
+        {static_cast<uint16_t>(source), static_cast<uint16_t>(target)});
+  }
+  schedule.rows.resize(schedule.ranks);
+  for (const auto& [op, stage, microbatch, route] : row) {
+    schedule.rows.at(static_cast<size_t>(rank))
+        .push_back(
+            {op_of(op),
+             static_cast<uint8_t>(route + 1),
+             static_cast<uint16_t>(stage),
+             static_cast<uint32_t>(microbatch)});
+  }
+  return schedule;
 }
 
 class PipelineMachine : public torch::CustomClassHolder {
@@ -39,20 +77,27 @@ class PipelineMachine : public torch::CustomClassHolder {
   using Value = std::tuple<std::string, std::vector<at::Tensor>>;
 
   PipelineMachine(
-      const std::string& lowered,
+      const std::vector<int64_t>& placement,
+      const std::vector<Pair>& routes,
       int64_t rank,
+      const std::vector<Item>& row,
       std::optional<c10::intrusive_ptr<PipelineTransport>> transport,
       const std::vector<std::string>& user_ops)
       : transport_(transport ? std::move(*transport) : nullptr),
         machine_(
-            std::make_shared<const Program>(
-                Schedule::parse(lowered),
+            std::make_shared<const RankProgram>(
+                schedule_of(placement, routes, rank, row),
                 static_cast<uint32_t>(rank)),
             transport_ ? &transport_->transport() : nullptr,
             mask_of(user_ops)) {}
 
-  void begin(int64_t step, bool training, std::vector<double> weights) {
-    machine_.begin(static_cast<uint64_t>(step), training, std::move(weights));
+  // "auto", "always" or "never".
+  void set_split(int64_t stage, const std::string& split) {
+    machine_.set_split(static_cast<uint16_t>(stage), split_of(split));
+  }
+
+  void begin(bool training, std::vector<double> weights) {
+    machine_.begin(training, std::move(weights));
   }
 
   // Kind of the request, index of its action, whether this rank failed, and the
@@ -128,10 +173,13 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
   m.class_<PipelineMachine>("PipelineMachine")
       .def(
           torch::init<
-              std::string,
+              std::vector<int64_t>,
+              std::vector<Pair>,
               int64_t,
+              std::vector<Item>,
               std::optional<c10::intrusive_ptr<PipelineTransport>>,
               std::vector<std::string>>())
+      .def("set_split", &PipelineMachine::set_split)
       .def("begin", &PipelineMachine::begin)
       .def("resume", &PipelineMachine::resume)
       .def("fail", &PipelineMachine::fail)

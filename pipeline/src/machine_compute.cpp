@@ -2,7 +2,6 @@
 // Forwards and backwards of a Machine.
 #include <machine.h>
 
-#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/full_like.h>
 
 #include <utility>
@@ -10,13 +9,13 @@
 namespace torch_sm3::pipeline {
 
 // Takes what another stage of this rank made.
-Machine::Incoming Machine::take_local(const Edge& edge) {
-  const auto found = results_.find(key(edge, action().microbatch));
+Machine::Incoming Machine::take_local(const Way& way) {
+  const auto found = results_.find(key(way, action().microbatch));
   TORCH_INTERNAL_ASSERT(
       found != results_.end(), "a consumer before its producer");
   Incoming incoming{std::move(found->second), {}};
   results_.erase(found);
-  const bool values = edge.source < edge.target;
+  const bool values = way.source < way.target;
   for (at::Tensor& tensor : incoming.value.tensors) {
     incoming.requires_grad.push_back(tensor.requires_grad());
     if (values) {
@@ -25,24 +24,25 @@ Machine::Incoming Machine::take_local(const Edge& edge) {
       tensor = tensor.detach().clone();
     }
   }
+  left(way);
   return incoming;
 }
 
 // Waits for all that the action needs and takes it. If some of it is poison,
 // the action is to be looked at again, as one of a failed rank.
 Machine::Progress Machine::collect(
-    const std::vector<Edge>& edges,
+    const std::vector<Way>& ways,
     double seconds,
     std::vector<Incoming>* values) {
-  if (const Progress progress = await(edges, seconds);
+  if (const Progress progress = await(ways, seconds);
       progress != Progress::kNext) {
     return progress;
   }
-  for (const Edge& edge : edges) {
-    if (edge.local && !failed()) {
-      values->push_back(take_local(edge));
-    } else if (!edge.local) {
-      if (std::optional<Message> message = take_message(edge)) {
+  for (const Way& way : ways) {
+    if (way.local && !failed()) {
+      values->push_back(take_local(way));
+    } else if (!way.local) {
+      if (std::optional<Message> message = take_message(way)) {
         Incoming incoming{
             {std::move(message->header.structure), std::move(message->tensors)},
             {}};
@@ -56,38 +56,43 @@ Machine::Progress Machine::collect(
   return failed() ? Progress::kAgain : Progress::kNext;
 }
 
-// Makes leaves of the tensors that require grad, and gives the stage tensors
-// that are none, so that a first operation in place works.
-Packed Machine::mark(Incoming incoming, std::vector<at::Tensor>* leaves) const {
-  auto& tensors = incoming.value.tensors;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    at::Tensor leaf;
-    if (training_ && incoming.requires_grad[i]) {
-      leaf = tensors[i].requires_grad_(true);
-      tensors[i] = at::_unsafe_view(leaf, leaf.sizes());
-    }
-    leaves->push_back(leaf);
-  }
-  return std::move(incoming.value);
-}
-
 Machine::Progress Machine::forward(double seconds) {
   std::vector<Incoming> incoming;
   const Progress progress =
-      collect(program_->edges(action().stage).values_in, seconds, &incoming);
-  if (progress != Progress::kNext) {
-    return progress;
+      collect(program_->ways(action().stage).values_in, seconds, &incoming);
+  if (progress == Progress::kNext) {
+    enter(std::move(incoming));
   }
-  StageGraph graph;
+  return progress == Progress::kNext ? Progress::kAsk : progress;
+}
+
+// Prepares what came in as the values of the request.
+void Machine::enter(std::vector<Incoming> incoming) {
+  Graph graph;
+  std::vector<at::Tensor> tensors;
+  std::vector<bool> requires_grad;
+  for (const Incoming& one : incoming) {
+    const auto& [structure, all] = one.value;
+    graph.inputs_of_way.push_back(all.size());
+    tensors.insert(tensors.end(), all.begin(), all.end());
+    requires_grad.insert(
+        requires_grad.end(),
+        one.requires_grad.begin(),
+        one.requires_grad.end());
+  }
+  if (training_) {
+    tensors = graph.backward.enter(tensors, requires_grad);
+  }
   request_.clear();
-  for (Incoming& one : incoming) {
-    request_.push_back(mark(std::move(one), &graph.inputs));
-    graph.inputs_of_edge.push_back(request_.back().tensors.size());
+  auto next = tensors.begin();
+  for (size_t k = 0; k < incoming.size(); ++k) {
+    const auto end = next + static_cast<std::ptrdiff_t>(graph.inputs_of_way[k]);
+    request_.push_back({std::move(incoming[k].value.structure), {next, end}});
+    next = end;
   }
   if (training_) {
     graphs_[{action().stage, action().microbatch}] = std::move(graph);
   }
-  return Progress::kAsk;
 }
 
 void Machine::take_answer(std::vector<Packed> answer) {
@@ -95,42 +100,69 @@ void Machine::take_answer(std::vector<Packed> answer) {
   if (now.op != Op::kForward || failed()) {
     return;
   }
-  const auto& edges = program_->edges(now.stage).values_out;
-  const size_t expected = program_->is_last(now.stage) ? 1 : edges.size();
+  const bool last = program_->is_last(now.stage);
+  const auto& ways = program_->ways(now.stage).values_out;
   TORCH_CHECK(
-      answer.size() == expected,
+      last ? answer.size() == 1 || answer.size() == 2
+           : answer.size() == ways.size(),
       "PipelineRunner: expected ",
-      expected,
+      last ? 1 : ways.size(),
       " values of stage ",
       now.stage,
       ", one for its successor and one for each of its routes, but got ",
       answer.size());
   if (training_) {
-    StageGraph& graph = graphs_[{now.stage, now.microbatch}];
-    for (const Packed& value : answer) {
-      graph.outputs.insert(
-          graph.outputs.end(), value.tensors.begin(), value.tensors.end());
-      graph.outputs_of_edge.push_back(value.tensors.size());
-    }
+    leave(answer);
   }
-  for (size_t i = 0; i < edges.size(); ++i) {
-    results_[key(edges[i], now.microbatch)] = std::move(answer[i]);
+  for (size_t i = 0; i < ways.size(); ++i) {
+    results_[key(ways[i], now.microbatch)] = std::move(answer[i]);
   }
+}
+
+// Notes where the backward starts.
+void Machine::leave(const std::vector<Packed>& answer) {
+  const Action now = action();
+  Graph& graph = graphs_[{now.stage, now.microbatch}];
+  graph.unsent = program_->ways(now.stage).values_out.size();
+  const bool last = program_->is_last(now.stage);
+  for (size_t k = 0; k < (last ? 1 : answer.size()); ++k) {
+    const auto& tensors = answer[k].tensors;
+    graph.outputs_of_way.push_back(tensors.size());
+    graph.outputs.insert(graph.outputs.end(), tensors.begin(), tensors.end());
+  }
+  graph.backward.leave(graph.outputs);
+  if (last && !graph.outputs.empty()) {
+    const at::Tensor& loss = graph.outputs.front();
+    graph.seed = answer.size() == 2
+                     ? answer[1].tensors.at(0)
+                     : at::full_like(loss, weights_.at(now.microbatch));
+    graph.outputs.clear();
+  }
+}
+
+// A value has gone one of its ways. After the last one its memory is freed: the
+// backward needs the graph only.
+void Machine::left(const Way& way) {
+  const auto found = graphs_.find({way.source, action().microbatch});
+  if (way.source > way.target || found == graphs_.end() ||
+      --found->second.unsent > 0) {
+    return;
+  }
+  found->second.backward.free(found->second.outputs);
+  found->second.outputs.clear();
 }
 
 // The gradients of a stage's outputs, undefined where none arrived.
 std::vector<at::Tensor> Machine::output_gradients(
     const std::vector<Incoming>& incoming,
-    const StageGraph& graph) const {
+    const Graph& graph) const {
   std::vector<at::Tensor> gradients;
   const Action now = action();
   if (program_->is_last(now.stage)) {
-    for (const at::Tensor& loss : graph.outputs) {
-      gradients.push_back(at::full_like(loss, weights_.at(now.microbatch)));
-    }
-    return gradients;
+    return graph.seed.defined() ? std::vector<at::Tensor>{graph.seed}
+                                : std::vector<at::Tensor>();
   }
-  bool fits = incoming.size() == graph.outputs_of_edge.size();
+  bool fits = incoming.size() == graph.outputs_of_way.size();
   for (size_t k = 0; fits && k < incoming.size(); ++k) {
     size_t next = 0;
     const auto& tensors = incoming[k].value.tensors;
@@ -140,17 +172,13 @@ std::vector<at::Tensor> Machine::output_gradients(
       gradients.push_back(one && fits ? tensors[next++] : at::Tensor());
     }
     fits = fits && next == tensors.size() &&
-           present.size() == graph.outputs_of_edge[k];
-  }
-  for (size_t i = 0; fits && i < gradients.size(); ++i) {
-    fits = !gradients[i].defined() ||
-           gradients[i].sizes() == graph.outputs[i].sizes();
+           present.size() == graph.outputs_of_way[k];
   }
   TORCH_CHECK(
       fits,
-      "PipelineRunner: expected gradients of the shapes of stage ",
+      "PipelineRunner: expected a gradient or None for each output of stage ",
       now.stage,
-      "'s outputs, but got others");
+      ", but got others");
   return gradients;
 }
 
@@ -160,41 +188,44 @@ Machine::Progress Machine::backward(double seconds) {
   const Progress progress =
       program_->is_last(now.stage)
           ? Progress::kNext
-          : collect(
-                program_->edges(now.stage).gradients_in, seconds, &incoming);
+          : collect(program_->ways(now.stage).gradients_in, seconds, &incoming);
   if (progress != Progress::kNext) {
     return progress;
   }
   const auto found = graphs_.find({now.stage, now.microbatch});
   TORCH_INTERNAL_ASSERT(found != graphs_.end(), "a backward before its F");
-  StageGraph& graph = found->second;
+  Graph& graph = found->second;
   const std::vector<at::Tensor> gradients = output_gradients(incoming, graph);
-  const bool whole = now.op == Op::kBackward;
-  keep_gradients(
-      whole ? run_backward(graph, gradients)
-            : run_backward_input(graph, gradients));
-  if (whole) {
+  if (now.op == Op::kBackward) {
+    keep_gradients(graph.backward.full(gradients), graph);
     graphs_.erase(found);
+  } else {
+    const auto split = splits_.find(now.stage);
+    keep_gradients(
+        graph.backward.input(
+            gradients, split == splits_.end() ? Split::kAuto : split->second),
+        graph);
   }
   return Progress::kNext;
 }
 
 // Keeps the gradients of a stage's inputs for the stages that made these.
-void Machine::keep_gradients(const std::vector<at::Tensor>& gradients) {
+void Machine::keep_gradients(
+    const std::vector<at::Tensor>& gradients,
+    const Graph& graph) {
   const Action now = action();
-  const auto& edges = program_->edges(now.stage).gradients_out;
-  const StageGraph& graph = graphs_.at({now.stage, now.microbatch});
+  const auto& ways = program_->ways(now.stage).gradients_out;
   auto next = gradients.begin();
-  for (size_t k = 0; k < edges.size(); ++k) {
+  for (size_t k = 0; k < ways.size(); ++k) {
     Packed packed{"[", {}};
-    for (size_t i = 0; i < graph.inputs_of_edge[k]; ++i, ++next) {
+    for (size_t i = 0; i < graph.inputs_of_way[k]; ++i, ++next) {
       packed.structure += next->defined() ? 't' : 'N';
       if (next->defined()) {
         packed.tensors.push_back(*next);
       }
     }
     packed.structure += ']';
-    results_[key(edges[k], now.microbatch)] = std::move(packed);
+    results_[key(ways[k], now.microbatch)] = std::move(packed);
   }
 }
 

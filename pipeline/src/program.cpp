@@ -1,118 +1,100 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <program.h>
 
-#include <torch_sm3/check.h>
-
-#include <algorithm>
+#include <map>
+#include <tuple>
 
 namespace torch_sm3::pipeline {
 
-Program::Program(Schedule lowered, uint32_t rank)
-    : schedule_(std::move(lowered)), rank_(rank) {
-  TORCH_SM3_CHECK_VALUE(
-      rank < schedule_.ranks,
-      "PipelineRunner",
-      "schedule",
-      c10::str("a schedule of more than ", rank, " ranks"),
-      schedule_.ranks);
-  for (const uint16_t stage : stages()) {
-    edges_[stage];
-  }
-  for (uint32_t stage = 0; stage + 1 < schedule_.stages; ++stage) {
-    connect(
-        static_cast<uint16_t>(stage),
-        static_cast<uint16_t>(stage + 1),
-        Channel::kActivation,
-        Channel::kGradient);
+// Edges: the output for stage t is number t, the gradient for stage t number
+// stages + t; then output and gradient of each route in turn.
+Program::Program(const Schedule& schedule)
+    : schedule_(schedule),
+      edges_(size_t{2} * (schedule.stages + schedule.routes.size())) {
+  const uint32_t stages = schedule_.stages;
+  for (uint32_t stage = 1; stage < stages; ++stage) {
+    const auto upper = static_cast<uint16_t>(stage);
+    const auto lower = static_cast<uint16_t>(stage - 1);
+    add(stage, lower, upper, false);
+    add(stages + lower, upper, lower, true);
   }
   for (uint32_t i = 0; i < schedule_.routes.size(); ++i) {
     const Route route = schedule_.routes[i];
-    connect(
-        route.source,
-        route.target,
-        channel_of_route(i, false),
-        channel_of_route(i, true));
+    const uint32_t index = 2 * (stages + i);
+    add(index, route.source, route.target, false);
+    add(index + 1, route.target, route.source, true);
+    edges_[index].flags = edges_[index + 1].flags = static_cast<uint8_t>(i + 1);
   }
+  number_links();
+  needs_ = lists(true, true);
+  local_needs_ = lists(true, false);
+  makes_ = lists(false, true);
 }
 
-void Program::connect(
+void Program::add(
+    uint32_t index,
     uint16_t source,
     uint16_t target,
-    Channel there,
-    Channel back) {
-  if (schedule_.placement[source] == rank_) {
-    edges_[source].values_out.push_back(make_edge(there, source, target));
-    edges_[source].gradients_in.push_back(make_edge(back, target, source));
-  }
-  if (schedule_.placement[target] == rank_) {
-    edges_[target].values_in.push_back(make_edge(there, source, target));
-    edges_[target].gradients_out.push_back(make_edge(back, target, source));
-  }
+    bool backward) {
+  Edge& edge = edges_[index];
+  edge.exists = true;
+  edge.backward = backward;
+  edge.source = source;
+  edge.target = target;
+  edge.from = schedule_.placement[source];
+  edge.to = schedule_.placement[target];
+  edge.crosses = edge.from != edge.to;
 }
 
-Edge Program::make_edge(Channel channel, uint16_t source, uint16_t target)
-    const {
-  const uint32_t from = schedule_.placement[source];
-  const uint32_t to = schedule_.placement[target];
-  return {channel, source, target, from == rank_ ? to : from, from == to};
-}
-
-const Edge& Program::edge(Action action) const {
-  const StageEdges& own = edges(action.stage);
-  const bool backward =
-      action.op == Op::kSendBackward || action.op == Op::kRecvBackward;
-  const bool sends =
-      action.op == Op::kSendForward || action.op == Op::kSendBackward;
-  const auto& all = backward ? (sends ? own.gradients_out : own.gradients_in)
-                             : (sends ? own.values_out : own.values_in);
-  const Channel channel = action.flags > 0
-                              ? channel_of_route(action.flags - 1u, backward)
-                          : backward ? Channel::kGradient
-                                     : Channel::kActivation;
-  const auto found = std::find_if(all.begin(), all.end(), [&](const Edge& e) {
-    return e.channel == channel && !e.local;
-  });
-  if (found == all.end()) {
-    throw ScheduleError(
-        "Schedule: expected messages between stages of different ranks, but "
-        "got " +
-        text(action) + " (argument 'schedule')");
-  }
-  return *found;
-}
-
-std::vector<uint16_t> Program::stages() const {
-  std::vector<uint16_t> own;
-  for (uint32_t stage = 0; stage < schedule_.stages; ++stage) {
-    if (schedule_.placement[stage] == rank_) {
-      own.push_back(static_cast<uint16_t>(stage));
+void Program::number_links() {
+  std::map<std::tuple<uint32_t, uint32_t>, uint32_t> links;
+  std::map<std::tuple<uint32_t, bool, uint8_t>, uint32_t> channels;
+  for (Edge& edge : edges_) {
+    if (edge.crosses) {
+      edge.link = links.emplace(std::tuple(edge.from, edge.to), links.size())
+                      .first->second;
+      edge.channel = channels
+                         .emplace(
+                             std::tuple(edge.link, edge.backward, edge.flags),
+                             channels.size())
+                         .first->second;
     }
   }
-  return own;
+  links_ = static_cast<uint32_t>(links.size());
+  channels_ = static_cast<uint32_t>(channels.size());
 }
 
-bool Program::trains() const {
-  return std::any_of(
-      schedule_.rows.begin(), schedule_.rows.end(), [](const auto& row) {
-        return std::any_of(row.begin(), row.end(), [](Action action) {
-          return gives_input_gradient(action.op);
-        });
-      });
-}
-
-Schedule forward_of(const Schedule& schedule, uint32_t microbatches) {
-  Schedule made = schedule;
-  made.kind = "forward";
-  made.microbatches = microbatches;
-  made.ties.clear();
-  made.rows.assign(made.ranks, {});
-  for (uint32_t stage = 0; stage < made.stages; ++stage) {
-    auto& row = made.rows[made.placement[stage]];
-    for (uint32_t i = 0; i < microbatches; ++i) {
-      row.push_back({Op::kForward, 0, static_cast<uint16_t>(stage), i});
+Program::Lists Program::lists(bool by_target, bool crossing) const {
+  const auto stage_of = [&](const Edge& edge) {
+    const uint32_t stage = by_target ? edge.target : edge.source;
+    return (edge.backward ? schedule_.stages : 0) + stage;
+  };
+  const auto listed = [&](const Edge& edge) {
+    return edge.exists && edge.crosses == crossing;
+  };
+  Lists result;
+  result.begins.assign(size_t{2} * schedule_.stages + 1, 0);
+  for (const Edge& edge : edges_) {
+    result.begins[stage_of(edge) + 1] += listed(edge) ? 1 : 0;
+  }
+  for (size_t i = 1; i < result.begins.size(); ++i) {
+    result.begins[i] += result.begins[i - 1];
+  }
+  result.edges.resize(result.begins.back());
+  std::vector<uint32_t> next = result.begins;
+  for (uint32_t i = 0; i < edges_.size(); ++i) {
+    if (listed(edges_[i])) {
+      result.edges[next[stage_of(edges_[i])]++] = i;
     }
   }
-  return made.lower();
+  return result;
+}
+
+Action Program::message(uint32_t edge, uint32_t microbatch, bool send) const {
+  const Edge& of = edges_[edge];
+  const Op op = of.backward ? (send ? Op::kSendBackward : Op::kRecvBackward)
+                            : (send ? Op::kSendForward : Op::kRecvForward);
+  return {op, of.flags, send ? of.source : of.target, microbatch};
 }
 
 } // namespace torch_sm3::pipeline

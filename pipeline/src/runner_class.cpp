@@ -57,12 +57,13 @@ class ScriptRunner : public torch::CustomClassHolder {
 
   ScriptRunner(
       const c10::IValue& schedule,
-      c10::intrusive_ptr<c10d::ProcessGroup> group,
+      std::optional<c10::intrusive_ptr<c10d::ProcessGroup>> group,
       const std::string& loss_reduction,
       int64_t batch_dim,
       double timeout,
       int64_t max_pending)
-      : schedule_(schedule_of(schedule)), group_(std::move(group)) {
+      : schedule_(schedule_of(schedule)),
+        group_(group ? std::move(*group) : nullptr) {
     options_.loss_reduction = reduction_of(loss_reduction);
     options_.batch_dim = batch_dim;
     options_.timeout = timeout;
@@ -155,7 +156,7 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
       .def(
           torch::init<
               c10::IValue,
-              c10::intrusive_ptr<c10d::ProcessGroup>,
+              std::optional<c10::intrusive_ptr<c10d::ProcessGroup>>,
               std::string,
               int64_t,
               double,

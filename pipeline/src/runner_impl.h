@@ -52,7 +52,7 @@ class PipelineRunner::Impl {
   std::vector<c10::IValue>
   arguments(Action action, const Request& request, const Batch& batch) const;
   std::vector<Packed> parts(
-      const Program& program,
+      const RankProgram& program,
       const Stage& stage,
       const c10::IValue& output) const;
   StepResult conclude(const Machine& machine, Batch& batch, bool had_gradients);

@@ -44,7 +44,7 @@ PipelineRunner::Impl::Impl(
         agree(transport_.get(), rank_, ranks_, schedule, stages_, options_);
     const auto machine = [&](Schedule one) {
       return std::make_unique<Machine>(
-          std::make_shared<const Program>(
+          std::make_shared<const RankProgram>(
               std::move(one), static_cast<uint32_t>(rank_)),
           transport_.get(),
           /*user_ops=*/0);
@@ -97,7 +97,11 @@ StepResult PipelineRunner::Impl::run(
     wrong =
         Failure{rank_, first, 0, kArguments, type_of(error), text_of(error)};
   }
-  machine.begin(++runs_, training, batch.weights);
+  ++runs_;
+  if (transport_) {
+    transport_->begin(runs_, !training);
+  }
+  machine.begin(training, batch.weights);
   if (wrong) {
     machine.fail(*wrong);
   }
@@ -142,7 +146,7 @@ Batch PipelineRunner::Impl::prepare(
         "a target for the loss",
         "None");
     if (!target.isNone() && options_.loss) {
-      Parts parts = cut(target, m, options_.batch_dim, "target");
+      CutValue parts = cut(target, m, options_.batch_dim, "target");
       batch.targets = std::move(parts.values);
       batch.weights = loss_weights(options_.loss_reduction, parts.sizes);
     }
@@ -177,7 +181,7 @@ StepResult PipelineRunner::Impl::conclude(
     const Machine& machine,
     Batch& batch,
     bool had_gradients) {
-  Report own{machine.failure(), had_gradients, {}, {}};
+  RankReport own{machine.failure(), had_gradients, {}, {}};
   const auto rows = static_cast<int64_t>(machine.program().row().size());
   try {
     if (!machine.failed()) {
@@ -189,13 +193,13 @@ StepResult PipelineRunner::Impl::conclude(
         Failure{rank_, last, 0, "loss", type_of(error), text_of(error)}, rows);
   }
   const auto values = exchange(transport_.get(), rank_, ranks_, value_of(own));
-  std::vector<Report> reports;
+  std::vector<RankReport> reports;
   reports.reserve(values.size());
   for (const c10::IValue& value : values) {
     reports.push_back(read_report(value));
   }
   raise_failures(reports);
-  const Report& last =
+  const RankReport& last =
       reports.at(machine.program().schedule().placement.back());
   return {last.loss, last.losses, std::move(batch.outputs)};
 }

@@ -33,7 +33,7 @@ std::vector<Packed> PipelineRunner::Impl::call(
     const Machine& machine,
     const Request& request,
     Batch& batch) {
-  const Program& program = machine.program();
+  const RankProgram& program = machine.program();
   const Action action = program.row()[request.index];
   const Stage& body = stage(action.stage);
   Stage::Keywords keywords;
@@ -74,7 +74,7 @@ std::vector<c10::IValue> PipelineRunner::Impl::arguments(
 
 // The value for the next stage, then that of each route.
 std::vector<Packed> PipelineRunner::Impl::parts(
-    const Program& program,
+    const RankProgram& program,
     const Stage& stage,
     const c10::IValue& output) const {
   const std::string owner = c10::str("stage ", stage.index(), " to return");
@@ -113,10 +113,10 @@ std::vector<Packed> PipelineRunner::Impl::parts(
       " keys of its routes, but got ",
       routed);
   std::vector<Packed> all;
-  for (const Edge& edge :
-       program.edges(static_cast<uint16_t>(stage.index())).values_out) {
-    const bool next = class_of(edge.channel) == MessageClass::kActivation;
-    all.push_back(pack(next ? rest : by_target.at(edge.target), owner));
+  for (const Way& way :
+       program.ways(static_cast<uint16_t>(stage.index())).values_out) {
+    const bool next = class_of(way.channel) == MessageClass::kActivation;
+    all.push_back(pack(next ? rest : by_target.at(way.target), owner));
   }
   return all;
 }

@@ -152,10 +152,10 @@ Stage::Stage(int64_t index, const torch::nn::AnyModule& module)
 
 Stage& Stage::route(std::string name, int64_t target) {
   TORCH_SM3_CHECK_VALUE(
-      target > index_ + 1,
+      target > index_,
       "Stage",
       "target",
-      c10::str("a stage after the next one, ", index_ + 1),
+      c10::str("a stage after ", index_),
       target);
   routes_[std::move(name)] = target;
   return *this;

@@ -1,113 +1,96 @@
 // SPDX-License-Identifier: Apache-2.0
 // torch.classes.torch_sm3.PipelineSchedule, for Python and TorchScript alike.
 // torch releases the GIL around every call.
+#include <schedule_class.h>
 #include <torch_sm3/check.h>
 #include <torch_sm3/pipeline/planner.h>
 
 #include <torch/custom_class.h>
 
-#include <stdexcept>
-#include <tuple>
-
 namespace torch_sm3::pipeline {
-namespace {
 
-// Python knows schedule errors and wrong arguments as ValueError.
-template <class Function>
-auto as_value_error(const Function& function) {
-  try {
-    return function();
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  } catch (const ScheduleError& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  }
+PipelineSchedule::PipelineSchedule(
+    std::string kind,
+    int64_t ranks,
+    int64_t chunks,
+    int64_t microbatches)
+    : schedule_(as_value_error([&] {
+        return plan({std::move(kind), ranks, microbatches, chunks});
+      })) {}
+
+c10::intrusive_ptr<PipelineSchedule>
+PipelineSchedule::parse(const std::string& text) {
+  return c10::make_intrusive<PipelineSchedule>(
+      as_value_error([&] { return Schedule::parse(text); }));
 }
 
-class PipelineSchedule : public torch::CustomClassHolder {
- public:
-  PipelineSchedule(
-      std::string kind,
-      int64_t ranks,
-      int64_t chunks,
-      int64_t microbatches)
-      : schedule_(as_value_error([&] {
-          return plan({std::move(kind), ranks, microbatches, chunks});
-        })) {}
+c10::intrusive_ptr<PipelineSchedule> PipelineSchedule::lower() const {
+  return c10::make_intrusive<PipelineSchedule>(
+      as_value_error([&] { return schedule_.lower(); }));
+}
 
-  explicit PipelineSchedule(Schedule schedule)
-      : schedule_(std::move(schedule)) {}
+std::string PipelineSchedule::text() const {
+  return schedule_.text();
+}
 
-  static c10::intrusive_ptr<PipelineSchedule> parse(const std::string& text) {
-    return c10::make_intrusive<PipelineSchedule>(
-        as_value_error([&] { return Schedule::parse(text); }));
-  }
+std::string PipelineSchedule::kind() const {
+  return schedule_.kind;
+}
 
-  c10::intrusive_ptr<PipelineSchedule> lower() const {
-    return c10::make_intrusive<PipelineSchedule>(
-        as_value_error([&] { return schedule_.lower(); }));
-  }
+int64_t PipelineSchedule::ranks() const {
+  return schedule_.ranks;
+}
 
-  std::string text() const {
-    return schedule_.text();
-  }
-  std::string kind() const {
-    return schedule_.kind;
-  }
-  int64_t ranks() const {
-    return schedule_.ranks;
-  }
-  int64_t stages() const {
-    return schedule_.stages;
-  }
-  int64_t microbatches() const {
-    return schedule_.microbatches;
-  }
-  std::vector<int64_t> placement() const {
-    return {schedule_.placement.begin(), schedule_.placement.end()};
-  }
+int64_t PipelineSchedule::stages() const {
+  return schedule_.stages;
+}
 
-  std::vector<std::tuple<int64_t, int64_t>> routes() const {
-    std::vector<std::tuple<int64_t, int64_t>> all;
-    for (const Route route : schedule_.routes) {
-      all.emplace_back(route.source, route.target);
-    }
-    return all;
-  }
-  std::vector<std::vector<int64_t>> ties() const {
-    std::vector<std::vector<int64_t>> all;
-    for (const auto& members : schedule_.ties) {
-      all.emplace_back(members.begin(), members.end());
-    }
-    return all;
-  }
+int64_t PipelineSchedule::microbatches() const {
+  return schedule_.microbatches;
+}
 
-  // Operation, stage, microbatch, number of the route or -1, and whether it is
-  // one cell with the next, of each action of one rank.
-  std::vector<std::tuple<std::string, int64_t, int64_t, int64_t, bool>>
-  actions(int64_t rank) const {
-    TORCH_SM3_CHECK_VALUE(
-        rank >= 0 && rank < schedule_.ranks,
-        "actions",
-        "rank",
-        c10::str("a rank from 0 to ", schedule_.ranks - 1),
-        rank);
-    std::vector<std::tuple<std::string, int64_t, int64_t, int64_t, bool>> all;
-    for (const Action action : schedule_.rows[static_cast<size_t>(rank)]) {
-      const bool message = is_message(action.op);
-      all.emplace_back(
-          name(action.op),
-          action.stage,
-          action.microbatch,
-          message ? action.flags - 1 : -1,
-          !message && (action.flags & kPaired) != 0);
-    }
-    return all;
-  }
+std::vector<int64_t> PipelineSchedule::placement() const {
+  return {schedule_.placement.begin(), schedule_.placement.end()};
+}
 
- private:
-  Schedule schedule_;
-};
+std::vector<std::tuple<int64_t, int64_t>> PipelineSchedule::routes() const {
+  std::vector<std::tuple<int64_t, int64_t>> all;
+  for (const Route route : schedule_.routes) {
+    all.emplace_back(route.source, route.target);
+  }
+  return all;
+}
+
+std::vector<std::vector<int64_t>> PipelineSchedule::ties() const {
+  std::vector<std::vector<int64_t>> all;
+  for (const auto& members : schedule_.ties) {
+    all.emplace_back(members.begin(), members.end());
+  }
+  return all;
+}
+
+std::vector<std::tuple<std::string, int64_t, int64_t, int64_t, bool>>
+PipelineSchedule::actions(int64_t rank) const {
+  TORCH_SM3_CHECK_VALUE(
+      rank >= 0 && rank < schedule_.ranks,
+      "actions",
+      "rank",
+      c10::str("a rank from 0 to ", schedule_.ranks - 1),
+      rank);
+  std::vector<std::tuple<std::string, int64_t, int64_t, int64_t, bool>> all;
+  for (const Action action : schedule_.rows[static_cast<size_t>(rank)]) {
+    const bool message = is_message(action.op);
+    all.emplace_back(
+        name(action.op),
+        action.stage,
+        action.microbatch,
+        message ? action.flags - 1 : -1,
+        !message && (action.flags & kPaired) != 0);
+  }
+  return all;
+}
+
+namespace {
 
 TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
   m.class_<PipelineSchedule>("PipelineSchedule")

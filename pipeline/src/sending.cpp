@@ -123,11 +123,13 @@ void Transport::Engine::post(
   link.parcels.push_back(std::move(parcel));
 }
 
+// The frame, then what did not fit it.
 void Transport::Engine::post_parcel(const Outgoing& link, Parcel& parcel) {
+  int tag = link.tag;
   for (const at::Tensor& tensor : parcel.tensors) {
     std::vector<at::Tensor> one{tensor};
-    parcel.works.push_back(
-        group_->send(one, static_cast<int>(link.peer), link.tag));
+    parcel.works.push_back(group_->send(one, static_cast<int>(link.peer), tag));
+    tag = payload_tag(link.tag);
   }
 }
 

@@ -14,6 +14,7 @@ TEST(PipelineRuntime, NeedsTheHeadersOfGloo) {
 #else
 
 #include "pipeline_models.h"
+#include "pipeline_ranks.h"
 
 #include <torch_sm3/pipeline/planner.h>
 #include <torch_sm3/pipeline/runtime.h>
@@ -30,28 +31,7 @@ TEST(PipelineRuntime, NeedsTheHeadersOfGloo) {
 namespace torch_sm3::pipeline {
 namespace {
 
-using namespace std::chrono_literals;
 using distributed::Group;
-
-// Runs `work` on each rank; its error's text, by rank.
-std::vector<std::string> on_ranks(
-    int ranks,
-    const std::function<void(int rank, const Group& group)>& work) {
-  std::vector<std::string> errors(static_cast<size_t>(ranks));
-  const auto groups = distributed::on_group_ranks(
-      ranks, 120s, [&](int rank, const Group& group) {
-        at::set_num_threads(1);
-        try {
-          work(rank, group);
-        } catch (const std::runtime_error& error) {
-          errors[static_cast<size_t>(rank)] = error.what();
-        }
-      });
-  for (size_t rank = 0; rank < errors.size(); ++rank) {
-    errors[rank] += groups[rank];
-  }
-  return errors;
-}
 
 // Steps twice on every rank and compares losses and gradients with one loop.
 void expect_bits_of_one_loop(const Schedule& schedule) {

@@ -67,6 +67,11 @@ class Links:
         # A runner that nobody closes must not hold up the interpreter's exit.
         self._close = weakref.finalize(self, self._native.close)
 
+    @property
+    def native(self) -> Any:
+        """The library's object, for what runs on it."""
+        return self._native
+
     def begin(self, step: int, evaluation: bool) -> None:
         """Set what the headers of later messages carry."""
         self._native.begin(step, evaluation)

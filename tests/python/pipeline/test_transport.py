@@ -206,8 +206,8 @@ def test_another_header_names_both_sides_on_both_ranks(what: str) -> None:
 def garbage(rank: int, ranks: int) -> str:
     group = new_group(None, 20.0)
     if rank == 0:
-        # Tag 1: activations (class 0) from rank 0 to rank 1 of 2.
-        dist.send(torch.arange(512).to(torch.uint8), group=group, group_dst=1, tag=1)
+        # Tag 2: frames of activations (channel 0) from rank 0 to rank 1 of 2.
+        dist.send(torch.arange(512).to(torch.uint8), group=group, group_dst=1, tag=2)
         dist.barrier()
         return ""
     links = Links(group, 20.0, 2, 1, [0, 1])
@@ -349,3 +349,26 @@ def test_a_slow_link_holds_messages_back_and_not_the_sender() -> None:
     # One clock for both: when the first rank began and went on, when each arrived.
     assert sent[2] < arrived[1]
     assert arrived[1] - sent[0] >= 0.3 and arrived[2] - sent[1] >= 0.3
+
+
+@two_ranks
+def both_send_first(rank: int, ranks: int) -> list[bool]:
+    links = open_links(max_pending=1)
+    good = []
+    for sizes in ([1] * 6, [1 << 16] * 6, [1, 1 << 16] * 3, [1 << 16, 1] * 3):
+        values = [torch.full((size,), float(i)) for i, size in enumerate(sizes)]
+        asked = [
+            links.receive(1 - rank, ACTIVATION, (1 - rank, rank), i)
+            for i in range(len(values))
+        ]
+        # Each waits until the one before has left, although nobody takes any yet.
+        for i, value in enumerate(values):
+            links.send(1 - rank, ACTIVATION, (rank, 1 - rank), i, "t", [value])
+        for ticket, value in zip(asked, values, strict=True):
+            good.append(same(links.take(ticket)[1][0], value))
+    links.close()
+    return good
+
+
+def test_what_was_asked_for_arrives_while_its_receiver_waits_to_send() -> None:
+    assert two_ranks.answers(both_send_first) == [[True] * 24] * 2

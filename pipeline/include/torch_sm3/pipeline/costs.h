@@ -19,18 +19,19 @@ struct StageCosts {
   double weight = 1; ///< W: gradients of the weights
   /// B; input + weight if not given.
   std::optional<double> backward;
-  /// A pair (F;B)OVERLAP_F_B of which this stage runs the F; the sum of its two
-  /// halves if not given.
+  /// A pair (F;B)OVERLAP_F_B of which this stage runs the F in one call; if not
+  /// given, the two run one after the other, and what the F sends leaves at its
+  /// end.
   std::optional<double> pair;
   double reduce = 0;    ///< REDUCE_GRAD
-  double optimizer = 0; ///< OPTIM
-  /// Kept from F to B or W.
+  double optimizer = 0; ///< share of OPTIM
+  /// Kept from F to B or W; without a backward given back when F ends.
   double activation_bytes = 0;
   /// Part of it that I lets go of.
   double released_at_input = 0;
   /// The stage's output: message forward, and its gradient back.
   double boundary_bytes = 0;
-  /// In use only while an action of the stage runs.
+  /// In use only while a forward or backward of the stage runs.
   double transient_bytes = 0;
   /// Parameters, gradients, optimizer state.
   double static_bytes = 0;
@@ -44,21 +45,35 @@ struct StageCosts {
 struct Costs {
   /// Of each stage; one entry stands for all stages.
   std::vector<StageCosts> stages{StageCosts{}};
-  /// Seconds from SEND to arrival, [p * p] by sender, then receiver; one entry
-  /// stands for all links. Messages between stages of one rank take none.
+  /// Bytes that travel each route of the schedule, forward and back; one entry
+  /// stands for all.
+  std::vector<double> route_bytes{0};
+  /// Time from SEND to arrival: [p * p] by sender, then receiver; [p] by
+  /// sender; or one entry for all links. Stages of one rank exchange no
+  /// message.
   std::vector<double> latency{0};
   /// Bytes per unit of time in the same form; 0 is without limit.
   std::vector<double> bandwidth{0};
-  /// A link carries one message at a time.
+  /// A directed link carries one message at a time.
   bool serial_links = false;
-  /// Of each rank, relative; one entry stands for all.
+  /// Of each rank, relative; one entry stands for all. Divides the time of
+  /// forwards, backwards and OPTIM.
   std::vector<double> speed{1};
-  /// Each compute action takes up to this much longer, relative.
+  /// Each forward and backward takes up to this much longer, relative; the same
+  /// in every run with one seed.
   double jitter = 0;
   uint64_t seed = 0;
+  /// TIE_REDUCE; of each tie, one entry stands for all.
+  std::vector<double> tie{0};
+  /// No rank starts OPTIM before all ranks have come to it, as when gradients
+  /// are clipped by their norm.
+  bool optimizer_waits = false;
 
   const StageCosts& of(uint32_t stage) const {
     return stages.size() == 1 ? stages[0] : stages[stage];
+  }
+  double of_route(uint32_t route) const {
+    return route_bytes.size() == 1 ? route_bytes[0] : route_bytes[route];
   }
 };
 

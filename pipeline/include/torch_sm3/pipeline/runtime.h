@@ -71,10 +71,10 @@ class TORCH_SM3_API Stage {
   Stage(int64_t index, const torch::nn::AnyModule& module);
 
   /// Sends the item `name` of the stage's dict output to a later stage, as its
-  /// argument of that name, instead of to the next stage.
+  /// argument of that name, and not with the others to the next stage.
   ///
   /// \param name   key of the dict
-  /// \param target a later stage that is not the next one
+  /// \param target a later stage
   Stage& route(std::string name, int64_t target);
 
   int64_t index() const {

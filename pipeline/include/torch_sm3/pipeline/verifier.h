@@ -15,9 +15,9 @@ namespace torch_sm3::pipeline {
 enum class Rule : uint8_t {
   kNone,         ///< nothing
   kCounts,       ///< each (stage, microbatch) has one F, one B or one I and W
-  kDependencies, ///< no cycle among actions, collectives and rows
+  kDependencies, ///< no circle among actions, collectives and rows
   kMessages,     ///< one SEND and one RECV per edge, in one order per link
-  kDeadlock,     ///< nobody waits for ever
+  kDeadlock,     ///< nobody waits for ever because of the links
   kCollectives,  ///< reductions once, late enough, in one order
   kMemory,       ///< within the limit
 };
@@ -37,7 +37,8 @@ struct Report {
   std::string grid;
   /// The same with all steps; empty unless asked for.
   std::string full_grid;
-  /// Most memory in use on each rank, in bytes; exact.
+  /// Most memory in use on each rank, in bytes; exact. Empty if a rule before
+  /// kMemory is broken.
   std::vector<double> peak_bytes;
   /// Action of each rank's row at which it is in use.
   std::vector<size_t> peak_at;
@@ -59,13 +60,30 @@ struct VerifyOptions {
   bool full_grid = false;
 };
 
-/// Checks a schedule: counts, dependencies, messages, deadlock, collectives and
-/// memory, in this order, in time linear in the number of actions. A
-/// compute-only schedule is lowered first.
+/// Checks a schedule in time linear in the number of actions: first what can be
+/// seen in the rows (counts, messages, collectives), then whether the rows run
+/// to their end (dependencies, deadlock), then memory. A schedule that lacks
+/// its messages or its collectives is lowered first.
 ///
 /// \param schedule the schedule
 /// \param options  links, costs and limits
+/// \throws std::invalid_argument naming the option that is wrong
 TORCH_SM3_API Report
 verify(const Schedule& schedule, const VerifyOptions& options = {});
+
+/// Returns the bytes in use on a rank after each action of its (lowered) row:
+/// what a runtime counts, action by action.
+///
+/// \param schedule the schedule
+/// \param rank     the rank
+/// \param costs    bytes of everything
+/// \param links    when what was sent is given back
+/// \throws ScheduleError if the schedule is not valid
+/// \throws std::invalid_argument naming the argument that is wrong
+TORCH_SM3_API std::vector<double> live_bytes(
+    const Schedule& schedule,
+    uint32_t rank,
+    const Costs& costs,
+    LinkModel links = {});
 
 } // namespace torch_sm3::pipeline

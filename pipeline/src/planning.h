@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the planner's families share. A family fills the rows of some ranks;
+// each rank's row depends on nothing but the sizes.
+#pragma once
+
+#include <torch_sm3/pipeline/planner.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace torch_sm3::pipeline {
+
+struct Sizes {
+  uint32_t ranks = 1;
+  uint32_t chunks = 1;
+  uint32_t microbatches = 1;
+};
+
+// Ranks from `first` up to, not including, `last`.
+struct RankRange {
+  uint32_t first = 0;
+  uint32_t last = 0;
+
+  bool holds(uint32_t rank) const {
+    return first <= rank && rank < last;
+  }
+};
+
+using Row = std::vector<Action>;
+using Rows = std::vector<Row>;
+
+inline Action
+compute(Op op, uint32_t stage, uint32_t microbatch, uint8_t flags = 0) {
+  return {op, flags, static_cast<uint16_t>(stage), microbatch};
+}
+
+// Throws std::invalid_argument.
+[[noreturn]] void refuse_plan(
+    const std::string& expected,
+    const std::string& got,
+    const char* argument);
+
+// A number that reads back as it was, without a fraction if it is whole.
+std::string short_number(double value);
+
+// planner_1f1b.cpp: none, gpipe, 1f1b. `warmups` of the ranks of the range.
+Rows alternating_rows(
+    const Sizes& sizes,
+    RankRange range,
+    const std::vector<uint32_t>& warmups);
+// Forwards of each rank before its first backward.
+std::vector<uint32_t> warmups_1f1b(const PlanOptions& options, RankRange range);
+
+// planner_interleaved.cpp
+uint32_t automatic_group(uint32_t ranks, uint32_t microbatches);
+Rows interleaved_rows(const Sizes& sizes, RankRange range, uint32_t group);
+Rows looped_rows(const Sizes& sizes, RankRange range, bool backwards);
+
+// planner_zero_bubble.cpp: zb_h1, zb_h2.
+Rows zero_bubble_rows(const Sizes& sizes, RankRange range, bool long_warmup);
+
+// planner_v.cpp: zbv, v_half, v_min.
+enum class VKind : uint8_t { kZeroBubble, kHalf, kMin };
+Rows v_rows(const Sizes& sizes, RankRange range, VKind kind);
+
+// planner_dualpipe.cpp
+Rows dualpipe_rows(const Sizes& sizes, RankRange range);
+
+} // namespace torch_sm3::pipeline

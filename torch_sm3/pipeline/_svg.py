@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures as SVG."""
+
+from __future__ import annotations
+
+from xml.sax.saxutils import escape, quoteattr
+
+from torch_sm3.pipeline._canvas import Color
+
+_FONT = "Helvetica,Arial,'DejaVu Sans',sans-serif"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def _hex(color: Color) -> str:
+    return "#{:02x}{:02x}{:02x}".format(*color)
+
+
+class SVG:
+    """A canvas that writes SVG 1.1.
+
+    Args:
+        width: of the picture.
+        height: of the picture.
+        title: read to those who do not see it.
+    """
+
+    def __init__(self, width: float, height: float, title: str) -> None:
+        size = f"{_number(width)} {_number(height)}"
+        self._parts = [
+            '<?xml version="1.0" encoding="UTF-8"?>\n'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" '
+            f'width="{_number(width)}" height="{_number(height)}" role="img" '
+            f"aria-label={quoteattr(title)} font-family={quoteattr(_FONT)}>\n"
+            f"<title>{escape(title)}</title>\n"
+            '<rect width="100%" height="100%" fill="#ffffff"/>\n'
+        ]
+
+    def rect(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        color: Color,
+        kind: str = "",
+        hint: str = "",
+    ) -> None:
+        """Fill a rectangle; ``kind`` becomes its class."""
+        numbers = zip(("x", "y", "width", "height"), (x, y, width, height), strict=True)
+        place = " ".join(f'{key}="{_number(value)}"' for key, value in numbers)
+        name = f" class={quoteattr(kind)}" if kind else ""
+        start = f'<rect{name} {place} fill="{_hex(color)}"'
+        end = f"><title>{escape(hint)}</title></rect>\n" if hint else "/>\n"
+        self._parts.append(start + end)
+
+    def line(
+        self, start: tuple[float, float], end: tuple[float, float], color: Color
+    ) -> None:
+        """Draw a thin line."""
+        values = zip(("x1", "y1", "x2", "y2"), (*start, *end), strict=True)
+        place = " ".join(f'{key}="{_number(value)}"' for key, value in values)
+        self._parts.append(f'<line {place} stroke="{_hex(color)}"/>\n')
+
+    def text(
+        self, x: float, y: float, text: str, size: float, color: Color, anchor: str
+    ) -> None:
+        """Write a line of text."""
+        # Not every viewer knows dominant-baseline; half a capital is 0.35 em.
+        place = f'x="{_number(x)}" y="{_number(y + 0.35 * size)}"'
+        self._parts.append(
+            f'<text {place} font-size="{_number(size)}" text-anchor="{anchor}" '
+            f'fill="{_hex(color)}">{escape(text)}</text>\n'
+        )
+
+    def data(self) -> bytes:
+        """Return the file."""
+        return ("".join(self._parts) + "</svg>\n").encode()
