@@ -136,6 +136,12 @@ def _shared_transpose(m: Any, x: Tensor) -> Tensor:
     return torch.tanh(x @ m.kept) * m.scale.view(1, -1) @ m.kept
 
 
+def _shared_sum(m: Any, x: Tensor) -> Tensor:
+    if m.kept is None:
+        m.kept = m.w + torch.ones(D)
+    return x * m.kept + m.kept
+
+
 def _two_outputs(m: Any, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     h = torch.tanh(m.a(x))
     return h, m.b(h) + y, m.a.weight * 2, x, torch.arange(3), y.detach()
@@ -287,6 +293,7 @@ ZOO: dict[str, Case] = {
     "shared_transpose": Case(
         lambda: Apply(_shared_transpose, w=_w(D, D), scale=_w(D), kept=None)
     ),
+    "shared_sum": Case(lambda: Apply(_shared_sum, w=_w(D), kept=None), splits=False),
     "outputs": Case(
         lambda: Apply(_two_outputs, a=_linear(), b=_linear()), ((4, D), (4, D))
     ),

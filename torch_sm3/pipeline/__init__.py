@@ -15,6 +15,7 @@ from torch_sm3.pipeline.runner import PipelineRunner
 from torch_sm3.pipeline.schedule import Action, Schedule, ScheduleError
 from torch_sm3.pipeline.simulator import Report, Simulation, simulate, verify
 from torch_sm3.pipeline.stage import Stage
+from torch_sm3.pipeline.validate import PostValidator
 
 __all__ = [
     "Action",
@@ -22,6 +23,7 @@ __all__ = [
     "OptimResult",
     "PipelineError",
     "PipelineRunner",
+    "PostValidator",
     "ProtocolError",
     "Report",
     "Schedule",

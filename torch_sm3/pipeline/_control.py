@@ -53,6 +53,41 @@ class Control:
             return list(heard), verdict
         return ([value, heard] if self._rank == 0 else [heard, value]), verdict
 
+    def post(self, value: Any) -> list[int]:
+        """Begin an exchange that :meth:`complete` ends, in the same or a later call.
+
+        Args:
+            value: this rank's, of what can travel.
+
+        Returns:
+            Tickets for :meth:`complete`.
+        """
+        if self.links is None:
+            return []
+        peers = [rank for rank in range(self._size) if rank != self._rank]
+        hub = self._rank == self._hub
+        if not hub or self._size == 2:
+            self.links.tell(self._hub if not hub else peers[0], value)
+        return [self.links.ask(p) for p in peers] if hub or self._size == 2 else []
+
+    def complete(self, value: Any, tickets: list[int]) -> list[Any]:
+        """Return the value of each rank, in rank order.
+
+        Args:
+            value: what was given to :meth:`post`.
+            tickets: what it returned.
+        """
+        if self.links is None:
+            return [value]
+        if not tickets:
+            return list(self.links.hear(self._hub))
+        heard = [self.links.answer(ticket) for ticket in tickets]
+        values = [*heard[: self._rank], value, *heard[self._rank :]]
+        for peer in range(self._size):
+            if self._size > 2 and peer != self._rank:
+                self.links.tell(peer, tuple(values))
+        return values
+
     def announce(self, number: int, placement: list[int]) -> int:
         """Return the number that the rank of stage 0 tells all others.
 

@@ -163,7 +163,10 @@ class Feed:
 
     Attributes:
         targets: the targets if they are known before the step.
+        replays: whether items may be asked for again, when a step begins anew.
     """
+
+    replays = False
 
     def __init__(
         self, given: Given, needs: Needs, count: int, dim: int, training: bool
@@ -256,7 +259,7 @@ class Feed:
             self._next += 1
         pair = self._pulled[microbatch]
         self._uses[microbatch] -= 1
-        if self._uses[microbatch] == 0:
+        if self._uses[microbatch] == 0 and not self.replays:
             del self._pulled[microbatch], self._uses[microbatch]
         return pair
 

@@ -105,6 +105,12 @@ class Gradients:
             parameter.grad = before
         self._held = []
 
+    def restore(self) -> None:
+        """Undo :meth:`begin` where no backward has run."""
+        for parameter, before in self._held:
+            parameter.grad = before
+        self._held = []
+
     def drop(self, wait: bool = True) -> None:
         """Throw all gradients away after a failed step.
 

@@ -92,37 +92,60 @@ def decide(
         sums: what :func:`squares` returned, None if no norm was asked for.
     """
     values, _ = control.exchange((failed, found, tuple(sums or ())))
+    return judged(values, replicas, sums is not None)
+
+
+def judged(
+    values: Iterable[Any], replicas: Collective | None, with_norm: bool
+) -> Decision:
+    """Make a decision of what all ranks found, the same on all replicas.
+
+    Args:
+        values: of each rank whether it failed, whether it found an infinity and what
+            :func:`squares` returned.
+        replicas: the ranks with the same stages, or None.
+        with_norm: whether a norm was asked for.
+    """
+    values = list(values)
     stop = any(value[0] for value in values)
     skip = any(value[1] for value in values)
     norm = None
-    if sums is not None and not stop:
+    if with_norm and not stop:
         # In the order of the stages, so that the bits do not depend on the ranks.
         norm = math.sqrt(
             sum(part for _, part in sorted(s for v in values for s in v[2]))
         )
         skip = skip or not math.isfinite(norm)
     if replicas is not None:
-        word = replicas.maximum([float(stop), float(skip)])
+        known = 0.0 if norm is None or skip else norm
+        word = replicas.maximum([float(stop), float(skip), known])
         stop, skip = bool(word[0]), bool(word[1])
+        norm = norm if norm is None or skip else word[2]
     return Decision(stop, skip, norm)
 
 
+def factor_of(decision: Decision, max_norm: float | None) -> float:
+    """Return what scales gradients down, as ``torch.nn.utils.clip_grad_norm_``.
+
+    Args:
+        decision: with the norm of all gradients.
+        max_norm: the largest allowed, None for any.
+    """
+    if max_norm is None or decision.norm is None or decision.skip:
+        return 1.0
+    return min(1.0, max_norm / (decision.norm + 1e-6))
+
+
 @torch.no_grad()
-def clip(
-    parameters: Iterable[torch.nn.Parameter], norm: float, max_norm: float
-) -> None:
-    """Scale gradients down to a norm, as ``torch.nn.utils.clip_grad_norm_``.
+def shrink(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
+    """Multiply gradients by a factor.
 
     Args:
         parameters: whose gradients.
-        norm: of all gradients.
-        max_norm: the largest allowed.
+        factor: 1 leaves them alone.
     """
-    factor = max_norm / (norm + 1e-6)
-    if factor >= 1:
-        return
     for parameter in parameters:
-        if parameter.grad is not None:
+        if parameter.grad is not None and factor < 1:
             parameter.grad.mul_(factor)
 
 
@@ -138,6 +161,19 @@ def apply(optimizer: Optimizer, scaler: GradScaler | None, skip: bool) -> None:
         if not skip:
             optimizer.step()
         return
+    record(optimizer, scaler, skip)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def record(optimizer: Optimizer, scaler: GradScaler, skip: bool) -> None:
+    """Tell a scaler what all ranks found in place of what this one did.
+
+    Args:
+        optimizer: whose gradients were unscaled.
+        scaler: an enabled one.
+        skip: whether any rank found an infinity.
+    """
     found: dict[Any, torch.Tensor] = scaler._found_inf_per_device(optimizer)
     if not found:
         # No gradient on this rank, so that nothing was checked.
@@ -145,8 +181,6 @@ def apply(optimizer: Optimizer, scaler: GradScaler | None, skip: bool) -> None:
         found[scaler._scale.device] = torch.zeros((), device=scaler._scale.device)
     for value in found.values():
         value.fill_(float(skip))
-    scaler.step(optimizer)
-    scaler.update()
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[Any]:

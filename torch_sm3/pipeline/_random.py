@@ -37,6 +37,33 @@ def devices_of(modules: Iterable[torch.nn.Module]) -> list[torch.device]:
     )
 
 
+class Surroundings:
+    """What forwards change besides their results: generators and buffers.
+
+    Args:
+        stages: whose buffers.
+        devices: CUDA devices besides the CPU.
+    """
+
+    def __init__(
+        self, stages: Iterable[torch.nn.Module], devices: list[torch.device]
+    ) -> None:
+        self._devices = devices
+        self._cpu = torch.default_generator.get_state()
+        self._cuda = [torch.cuda.get_rng_state(device) for device in devices]
+        buffers = {b for module in stages for b in module.buffers()}
+        self._buffers = [(b, b.detach().clone()) for b in buffers]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make them what they were."""
+        torch.default_generator.set_state(self._cpu)
+        for device, state in zip(self._devices, self._cuda, strict=True):
+            torch.cuda.set_rng_state(state, device)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+
+
 @contextmanager
 def seeded(number: int, devices: list[torch.device]) -> Iterator[None]:
     """Run with seeded generators; those of the caller are as before afterwards.

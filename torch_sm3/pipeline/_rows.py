@@ -134,6 +134,18 @@ def with_collectives(
     return row + added
 
 
+def with_validation(row: Sequence[Action]) -> list[Action]:
+    """Put VALIDATE before the first backward of a row that has none.
+
+    Args:
+        row: of this rank.
+    """
+    if any(action.op == "VALIDATE" for action in row):
+        return list(row)
+    first = next(i for i, action in enumerate(row) if action.op in ("B", "I"))
+    return [*row[:first], Action("VALIDATE", 0, 0), *row[first:]]
+
+
 def reduction_order(row: Sequence[Action]) -> list[int]:
     """Return the stages of a row in the order in which they are reduced.
 

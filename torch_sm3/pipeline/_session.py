@@ -20,23 +20,25 @@ from torch_sm3.pipeline._faults import (
     Failure,
     GroupLostError,
     LinksLostError,
+    PeerFailedError,
     PipelineError,
     lost_error,
 )
 from torch_sm3.pipeline._loss import Losses, guarded
+from torch_sm3.pipeline._optimize import Stepper
 from torch_sm3.pipeline._outcome import Answer, Verdict, settle
-from torch_sm3.pipeline._precision import apply, clip, decide, squares, unscale
-from torch_sm3.pipeline._random import kept
+from torch_sm3.pipeline._random import Surroundings, kept
 from torch_sm3.pipeline._result import OptimResult, StepResult
+from torch_sm3.pipeline._rows import with_validation
 from torch_sm3.pipeline._step import LOST, StepRun
 from torch_sm3.pipeline._work import Seeds, StepWork
 
 _NOT_ALONE = (
-    "PipelineRunner: expected no other runner at work on the same group, but got one; "
-    "call one after the other, or give each a group of its own"
+    "PipelineRunner: expected no other call at work on the same group, but got one; "
+    "call one after the other, or give each runner a group of its own"
 )
-# The ranks of groups on which a runner of this process is at work.
-_busy: set[Any] = set()
+# Sessions at work, and the groups they work on, each with its thread.
+_busy: dict[Any, int] = {}
 _busy_lock = threading.Lock()
 
 
@@ -50,14 +52,14 @@ class Session:
 
     Attributes:
         steps: steps that went well.
-        loss_scale: the scale after the last optimizer step with a scaler.
+        stepper: steps optimizers.
     """
 
     def __init__(
         self, parts: Parts, options: Options, loss_fn: Callable[[Any, Any], Any] | None
     ) -> None:
         self.steps = 0
-        self.loss_scale: float | None = None
+        self.stepper = Stepper(parts)
         self._parts = parts
         self._options = options
         self._loss_fn = loss_fn
@@ -103,33 +105,33 @@ class Session:
                 "step: expected a schedule with backwards, but got kind forward; "
                 "call eval instead"
             )
+        if evaluation and self.stepper.pending:
+            self.flush()
         with self._alone() as problem:
             self._announce(evaluation)
             count = parts.microbatches
             if evaluation:
                 count, wrong = self._count(given)
                 problem = problem or wrong
-            run = StepRun(
-                parts.rank, parts.placement, parts.routes, parts.links, not evaluation
-            )
             work = StepWork(
                 parts.stages,
                 len(parts.placement) - 1,
                 parts.gradients,
                 scaler,
                 self._seeds(evaluation),
+                lambda: self.stepper.validate()[1],
             )
-            run.work = work
             try:
                 if problem is not None:
                     raise problem
-                self._fill(work, given, count, keep, evaluation)
+                self._fill(work, given, count, evaluation)
+                work.losses = self._losses(work, count, keep)
             except Exception as error:
                 if parts.links is None and parts.replicas is None:
                     raise
-                run.fail(self._failure(ARGUMENTS, error), -1, error)
+                problem = error
             with self._watched(not evaluation):
-                answer = self._go(run, work, evaluation, count)
+                run, answer = self._attempts(work, problem, evaluation, count, keep)
             if answer.failures:
                 if not evaluation:
                     parts.gradients.drop()
@@ -138,25 +140,54 @@ class Session:
         return self._result(answer, work.losses, evaluation)
 
     def optimize(
-        self, optimizer: Optimizer, max_norm: float | None, scaler: GradScaler | None
+        self,
+        optimizer: Optimizer,
+        max_norm: float | None,
+        scaler: GradScaler | None,
+        post_validate: bool,
     ) -> OptimResult:
-        """Step this rank's optimizer as all ranks decide.
+        """Step this rank's optimizer as a part of that of all ranks.
 
         Args:
             optimizer: of this rank's parameters.
             max_norm: largest norm of all gradients, or None.
             scaler: that scaled the loss, or None.
+            post_validate: whether to step first and ask the others later.
         """
+        if self.stepper.pending:
+            self.flush()
+
+        def act(problem: Exception | None) -> OptimResult:
+            return self.stepper.step(optimizer, max_norm, scaler, problem)
+
+        if not post_validate:
+            return self._together(act)
+        self._check_open()
+        with self._alone() as problem:
+            if problem is not None:
+                raise problem
+            self._announce(evaluation=False)
+            with self._watched(training=False):
+                return self.stepper.step_first(optimizer, max_norm, scaler)
+
+    def flush(self) -> OptimResult | None:
+        """End an optimizer step that was taken first, if there is one."""
+        if not self.stepper.pending:
+            return None
+        return self._together(lambda problem: self.stepper.validate()[0])
+
+    def _together(self, act: Callable[[Exception | None], Any]) -> Any:
+        """Do something on all ranks; where it fails on one, all raise."""
         parts = self._parts
         self._check_open()
         with self._alone() as busy:
             self._announce(evaluation=False)
             report: tuple[Any, ...] | None = None
             cause: BaseException | None = None
-            result = OptimResult(False, None)
+            result: Any = None
             with self._watched(training=False):
                 try:
-                    result = self._decide_and_apply(optimizer, max_norm, scaler, busy)
+                    result = act(busy)
                 except LOST:
                     raise
                 except BaseException as error:
@@ -166,16 +197,12 @@ class Session:
                 state = report, False
                 answer = settle(parts.control, parts.replicas, state, verdict)
             if answer.failures:
-                raise answer.error() from cause
-        if scaler is not None and scaler.is_enabled():
-            self.loss_scale = scaler.get_scale()
+                raise answer.error() from _origin(cause)
         return result
 
     # --- a step ------------------------------------------------------------
 
-    def _fill(
-        self, work: StepWork, given: Given, count: int, keep: bool, evaluation: bool
-    ) -> None:
+    def _fill(self, work: StepWork, given: Given, count: int, evaluation: bool) -> None:
         """Check and cut what this rank uses; a wrong argument stops all ranks."""
         parts, options = self._parts, self._options
         if not evaluation and not torch.is_grad_enabled():
@@ -191,24 +218,60 @@ class Session:
                         f"{sorted(parts.kwargs)}, but got {name!r} (argument 'kwargs')"
                     )
         work.feed = Feed(given, parts.needs, count, options.batch_dim, not evaluation)
-        work.losses = Losses(
+        work.feed.replays = self.stepper.pending
+
+    def _losses(self, work: StepWork, count: int, keep: bool) -> Losses:
+        options = self._options
+        return Losses(
             self._loss_fn,
             options.loss_reduction,
             options.batch_dim,
             count,
             work.feed.targets,
-            keep and parts.is_hub,
+            keep and self._parts.is_hub,
         )
 
-    def _go(self, run: StepRun, work: StepWork, evaluation: bool, count: int) -> Answer:
-        """Run the row and bring all ranks to the same outcome."""
+    def _attempts(
+        self,
+        work: StepWork,
+        problem: Exception | None,
+        evaluation: bool,
+        count: int,
+        keep: bool,
+    ) -> tuple[StepRun, Answer]:
+        """Run once, and again where the optimizer step before was wrong."""
+        parts = self._parts
+        before = self._surroundings() if self.stepper.pending else None
+        while True:
+            run = StepRun(
+                parts.rank, parts.placement, parts.routes, parts.links, not evaluation
+            )
+            run.work = work
+            if problem is not None:
+                run.fail(self._failure(ARGUMENTS, problem), -1, problem)
+            answer = self._go(run, work, evaluation, count)
+            if answer is not None:
+                return run, answer
+            assert before is not None, "only a pending step begins anew"
+            before.restore()
+            self._announce(evaluation)
+            if problem is None:
+                work.losses = self._losses(work, count, keep)
+
+    def _go(
+        self, run: StepRun, work: StepWork, evaluation: bool, count: int
+    ) -> Answer | None:
+        """Run the row and bring all ranks to one outcome; None to begin anew."""
         parts = self._parts
         gradients = parts.gradients
         held = not evaluation and gradients.present()
         row = parts.forward_row(count) if evaluation else parts.row
         if not evaluation:
             gradients.begin()
-        run.run(row)
+        run.run(with_validation(row) if self.stepper.pending else row)
+        if run.anew:
+            gradients.restore()
+            return None
         if not evaluation:
             run.attempt(self._failure("REDUCE_GRAD", None), len(row), gradients.wait)
         verdict = None
@@ -271,45 +334,14 @@ class Session:
             )
         return heard, problem
 
+    def _surroundings(self) -> Surroundings:
+        modules = [stage.module for stage in self._parts.stages.values()]
+        return Surroundings(modules, self._parts.devices)
+
     def _seeds(self, evaluation: bool) -> Seeds | None:
         if not self._options.deterministic:
             return None
         return Seeds(self._options.seed, self.steps, evaluation, self._parts.devices)
-
-    # --- an optimizer step -------------------------------------------------
-
-    def _decide_and_apply(
-        self,
-        optimizer: Optimizer,
-        max_norm: float | None,
-        scaler: GradScaler | None,
-        problem: Exception | None,
-    ) -> OptimResult:
-        parts = self._parts
-        if max_norm is None and scaler is None:
-            if problem is not None:
-                raise problem
-            optimizer.step()
-            return OptimResult(True, None)
-        found, sums = False, None
-        try:
-            if scaler is not None:
-                found = unscale(scaler, optimizer)
-            if max_norm is not None:
-                sums = squares(parts.stages, parts.gradients.counted_elsewhere())
-        except Exception as error:
-            problem = error
-        decision = decide(
-            parts.control, parts.replicas, problem is not None, found, sums
-        )
-        if problem is not None:
-            raise problem
-        if decision.stop:
-            return OptimResult(False, decision.norm)
-        if max_norm is not None and decision.norm is not None and not decision.skip:
-            clip(parts.gradients.parameters(), decision.norm, max_norm)
-        apply(optimizer, scaler, decision.skip)
-        return OptimResult(not decision.skip, decision.norm)
 
     # --- begin and end -----------------------------------------------------
 
@@ -330,20 +362,20 @@ class Session:
     @contextmanager
     def _alone(self) -> Iterator[Exception | None]:
         """Be the only runner at work on the group; yield why this one may not be."""
-        key = self._parts.key
+        key, thread = self._parts.key, threading.get_ident()
         with _busy_lock:
-            if self in _busy:
-                raise RuntimeError(
-                    "PipelineRunner: expected one call at a time, but got a second one "
-                    "from within or another thread; call one after the other"
-                )
             free = key is None or key not in _busy
-            _busy.update([self, key] if free else [self])
+            # From within a call nobody else joins in, so there is nobody to tell.
+            if self in _busy or (not free and _busy[key] == thread):
+                raise RuntimeError(_NOT_ALONE)
+            held = [self, *([key] if free and key is not None else [])]
+            _busy.update(dict.fromkeys(held, thread))
         try:
             yield None if free else RuntimeError(_NOT_ALONE)
         finally:
             with _busy_lock:
-                _busy.difference_update([self, key] if free else [self])
+                for name in held:
+                    del _busy[name]
 
     @contextmanager
     def _watched(self, training: bool) -> Iterator[None]:
@@ -377,3 +409,8 @@ class Session:
             links.flush(1.0)
         self._lost = failure
         return lost_error(failure)
+
+
+def _origin(error: BaseException | None) -> BaseException | None:
+    """Return an error if it is the rank's own."""
+    return None if isinstance(error, PeerFailedError) else error

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,23 +14,16 @@ from torch_sm3.pipeline._faults import (
     LinksLostError,
     PoisonedError,
 )
+from torch_sm3.pipeline._graph import Graph
 from torch_sm3.pipeline._links import ACTIVATION, GRADIENT, Links
+from torch_sm3.pipeline._mail import Key, Mail
 from torch_sm3.pipeline._values import pack, unpack
 from torch_sm3.pipeline._work import CALLBACKS, COLLECTIVES, Work
 from torch_sm3.pipeline.schedule import Action
 
-Packed = tuple[str, list[torch.Tensor]]
-Gradients = list[torch.Tensor | None]
-
 # What no rank can go on after.
 LOST = (LinksLostError, GroupLostError)
-# I runs the whole backward, so that W finds nothing left to do.
 _BACKWARDS = ("B", "I")
-
-
-def same_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is no leaf, so that a stage may change it in place."""
-    return torch.ops.aten._unsafe_view(tensor, tensor.shape)
 
 
 class StepRun:
@@ -50,6 +42,8 @@ class StepRun:
 
     Attributes:
         work: user code.
+        anew: whether the step is to begin anew, since the one before it was wrong;
+            then the rest of the run was communication only.
     """
 
     work: Work
@@ -63,32 +57,14 @@ class StepRun:
         training: bool,
     ) -> None:
         self.rank = rank
-        self.placement = placement
-        self.links = links
         self.training = training
         self.failure: tuple[Failure, int] | None = None
         self.cause: BaseException | None = None
         self.poison: Failure | None = None
-        last = len(placement) - 1
-        # The neighbour comes first; a route may lead to it, too.
-        self._sources = {
-            s: [s - 1] * (s > 0) + [a for a, b in routes if b == s]
-            for s in range(last + 1)
-        }
-        self._targets = {
-            s: [s + 1] * (s < last) + [b for a, b in routes if a == s]
-            for s in range(last + 1)
-        }
-        # Messages asked for and results, by link class, source, target, whether they
-        # take a route, and microbatch. A result stays until it is sent or, where the
-        # other stage is on this rank, used.
-        self._tickets: dict[tuple[int, int, int, bool, int], int] = {}
-        self._results: dict[tuple[int, int, int, bool, int], Packed] = {}
-        # What a backward needs: the tensors that came in from each source and those
-        # that went out to each target.
-        self._saved: dict[
-            tuple[int, int], tuple[list[Gradients], list[list[torch.Tensor]]]
-        ] = {}
+        self.anew = False
+        self._last = len(placement) - 1
+        self._mail = Mail(placement, routes, links)
+        self._graphs: dict[tuple[int, int], Graph] = {}
 
     def fail(self, failure: Failure, index: int, cause: BaseException) -> None:
         """Note that this rank failed; what follows is only communication."""
@@ -108,7 +84,7 @@ class StepRun:
         """
         for index, action in enumerate(actions):
             if self.failed:
-                self._pass(action)
+                self._pass(action, index)
                 continue
             try:
                 self._do(action)
@@ -117,7 +93,7 @@ class StepRun:
             except PoisonedError as poison:
                 self.poison = poison.failure
                 self._forget()
-                self._pass(action)
+                self._pass(action, index)
             except BaseException as error:
                 failure = Failure(
                     self.rank,
@@ -128,8 +104,8 @@ class StepRun:
                     str(error),
                 )
                 self.fail(failure, index, error)
-                if action.op not in COLLECTIVES:
-                    self._pass(action)
+                if action.op not in (*COLLECTIVES, "VALIDATE"):
+                    self._pass(action, index)
 
     def attempt(self, place: Failure, index: int, call: Callable[[], None]) -> None:
         """Do what follows the row, unless this rank failed.
@@ -166,131 +142,99 @@ class StepRun:
         own = self.failure is not None and self.failure[0] == failure
         return self.cause if own else None
 
+    def _begin_anew(self) -> None:
+        """Do the rest of the row as after a failure, which it is not."""
+        self.anew = True
+        self.failure = self.cause = None
+        self.poison = Failure(self.rank, 0, 0, "VALIDATE", "", "the step begins anew")
+        self._forget()
+
+    def _validate_failed(self, action: Action, index: int) -> None:
+        """End the optimizer step before this one on a rank that failed meanwhile."""
+        try:
+            if self.work.validate():
+                self._begin_anew()
+        except LOST:
+            raise
+        except BaseException as error:
+            name, text = type(error).__name__, str(error)
+            if self.failure is None:
+                failure = Failure(self.rank, action.stage, 0, action.text, name, text)
+                self.fail(failure, index, error)
+
     def _forget(self) -> None:
-        self._results.clear()
-        self._saved.clear()
+        self._mail.forget()
+        self._graphs.clear()
 
     def _do(self, action: Action) -> None:
         if action.op == "F":
             self._forward(action.stage, action.microbatch)
         elif action.op in _BACKWARDS:
-            self._backward(action.stage, action.microbatch)
+            self._backward(action.op, action.stage, action.microbatch)
+        elif action.op == "W":
+            self._weight(action.stage, action.microbatch)
         elif action.op in COLLECTIVES:
             self.work.collective(action.op, action.stage, action.microbatch, False)
-        elif action.op.startswith(("SEND", "RECV")):
-            self._message(action)
+        elif action.op.startswith("SEND"):
+            self._send(action)
+        elif action.op.startswith("RECV"):
+            self._mail.message(action)
         elif action.op in CALLBACKS:
             self.work.callback(action.op, action.stage)
+        elif action.op == "VALIDATE" and self.work.validate():
+            self._begin_anew()
 
-    # --- messages ----------------------------------------------------------
-
-    def _route(self, action: Action) -> tuple[int, int, int, bool]:
-        """Return link class, source, target and whether a message takes a route."""
-        forward = action.op.endswith("F")
-        first = action.stage - (forward != action.op.startswith("SEND"))
-        low, high = action.route or (first, first + 1)
-        routed = action.route is not None
-        if forward:
-            return ACTIVATION, low, high, routed
-        return GRADIENT, high, low, routed
-
-    def _message(self, action: Action) -> None:
-        assert self.links is not None, "one rank has no messages"
-        link, source, target, routed = self._route(action)
-        key = link, source, target, routed, action.microbatch
-        if action.op.startswith("RECV"):
-            self._tickets[key] = self.links.receive(
-                self.placement[source], link, (source, target), action.microbatch
-            )
-        else:
-            structure, tensors = self._results[key]
-            self.links.send(
-                self.placement[target],
-                link,
-                (source, target),
-                action.microbatch,
-                structure,
-                tensors,
-            )
-            del self._results[key]
-
-    def _pass(self, action: Action) -> None:
+    def _pass(self, action: Action, index: int) -> None:
         """Do the communication of an action after a failure, and no more."""
         op, stage, microbatch = action[:3]
         if op == "F" or op in _BACKWARDS:
-            self._drain(ACTIVATION if op == "F" else GRADIENT, stage, microbatch)
+            link = ACTIVATION if op == "F" else GRADIENT
+            self._mail.drain(link, stage, microbatch)
         elif op in COLLECTIVES:
             self.work.collective(op, stage, microbatch, True)
+        elif op == "VALIDATE":
+            self._validate_failed(action, index)
         elif op.startswith("RECV"):
-            self._message(action)
-        elif op.startswith("SEND") and self.links is not None:
-            link, source, target, _ = self._route(action)
+            self._mail.message(action)
+        elif op.startswith("SEND"):
             failure = self.failure[0] if self.failure else self.poison
             assert failure is not None, "only a failure leads here"
-            peer = self.placement[target]
-            self.links.poison(peer, link, (source, target), microbatch, failure)
-
-    def _drain(self, link: int, stage: int, microbatch: int) -> None:
-        """Take what was asked for on behalf of an action that does not run."""
-        others = self._sources if link == ACTIVATION else self._targets
-        for number, other in enumerate(others[stage]):
-            key = link, other, stage, number > 0, microbatch
-            ticket = self._tickets.pop(key, None)
-            if ticket is not None and self.links is not None:
-                try:
-                    self.links.take(ticket)
-                except PoisonedError:
-                    pass  # another rank that was poisoned or failed by itself
-
-    def _incoming(
-        self, link: int, source: int, stage: int, routed: bool, microbatch: int
-    ) -> tuple[str, list[torch.Tensor], list[bool]]:
-        """Take what another stage made: structure, tensors, which require grad."""
-        key = link, source, stage, routed, microbatch
-        if key in self._tickets and self.links is not None:
-            return self.links.take(self._tickets.pop(key))
-        structure, tensors = self._results.pop(key)
-        requires_grad = [tensor.requires_grad for tensor in tensors]
-        if link == ACTIVATION:
-            # A copy, as over a link: the stage may change it in place, and autograd
-            # could not see that the stage before still needs it.
-            tensors = [tensor.detach().clone() for tensor in tensors]
-        return structure, tensors, requires_grad
+            self._mail.poison(action, failure)
 
     # --- compute -----------------------------------------------------------
 
-    def _value(
-        self, source: int, stage: int, routed: bool, microbatch: int
-    ) -> tuple[Any, Gradients]:
-        """Return a value of another stage and those of its tensors to differentiate."""
-        structure, tensors, requires_grad = self._incoming(
-            ACTIVATION, source, stage, routed, microbatch
-        )
-        leaves: Gradients = [None] * len(tensors)
-        if self.training:
-            for i, wanted in enumerate(requires_grad):
-                if wanted:
-                    leaves[i] = tensors[i].requires_grad_()
-                    tensors[i] = same_elements(tensors[i])
-        return unpack(structure, tensors), leaves
-
     def _forward(self, stage: int, microbatch: int) -> None:
-        value, skips = None, {}
-        leaves: list[Gradients] = []
-        for number, source in enumerate(self._sources[stage]):
-            came, wanted = self._value(source, stage, number > 0, microbatch)
-            leaves.append(wanted)
-            if number == 0:
-                value = came
-            else:
-                skips.update(came)
-        output = self.work.forward(stage, microbatch, value, skips)
-        if stage + 1 == len(self.placement):
+        graph = Graph(self.work.split(stage)) if self.training else None
+        came = []
+        for number, source in enumerate(self._mail.sources[stage]):
+            key = ACTIVATION, source, stage, number > 0, microbatch
+            came.append(self._mail.take(key))
+            self._left(source, key)
+        if graph is not None:
+            came = graph.enter(came)
+        values = [unpack(structure, tensors) for structure, tensors, _ in came]
+        skips = {key: value for part in values[1:] for key, value in part.items()}
+        del came
+        first = values[0] if values else None
+        output = self.work.forward(stage, microbatch, first, skips)
+        if stage == self._last:
             outputs = [[] if output is None else [output]]
         else:
             outputs = self._distribute(stage, microbatch, output)
-        if self.training:
-            self._saved[stage, microbatch] = leaves, outputs
+        if graph is not None:
+            graph.leave(outputs)
+            if stage == self._last:
+                graph.seeds = [self.work.seed(microbatch, loss) for loss in outputs[0]]
+                graph.outputs = []
+            graph.unsent = {key for key, _ in self._out(stage, microbatch)}
+            self._graphs[stage, microbatch] = graph
+
+    def _out(self, stage: int, microbatch: int) -> list[tuple[Key, int]]:
+        """Return the key of each value that a stage gives away, and its target."""
+        return [
+            ((ACTIVATION, stage, target, number > 0, microbatch), target)
+            for number, target in enumerate(self._mail.targets[stage])
+        ]
 
     def _distribute(
         self, stage: int, microbatch: int, output: Any
@@ -298,49 +242,53 @@ class StepRun:
         """Keep what goes to each target; return the tensors that go to each."""
         taken: set[str] = set()
         outputs: list[list[torch.Tensor]] = []
-        for number, target in reversed(list(enumerate(self._targets[stage]))):
+        for key, target in reversed(self._out(stage, microbatch)):
             value = output
-            if number > 0:
+            if key[3]:
                 keys = self.work.keys(stage, target)
                 value = _picked(output, keys, stage)
                 taken.update(keys)
             elif taken:
                 value = {key: x for key, x in output.items() if key not in taken}
             packed = pack(value, f"stage {stage}")
-            key = ACTIVATION, stage, target, number > 0, microbatch
-            self._results[key] = packed
+            self._mail.put(key, packed)
             outputs.insert(0, packed[1])
         return outputs
 
-    def _backward(self, stage: int, microbatch: int) -> None:
-        leaves, outputs = self._saved[stage, microbatch]
-        roots = self._roots(stage, microbatch, outputs)
-        del self._saved[stage, microbatch]
-        if roots:
-            # The casts of the forward are recorded; the backward makes no new ones.
-            cast = torch.is_autocast_enabled("cpu")
-            with torch.autocast("cpu", enabled=False) if cast else nullcontext():
-                torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
-        for number, source in enumerate(self._sources[stage]):
-            found = [None if leaf is None else leaf.grad for leaf in leaves[number]]
-            key = GRADIENT, stage, source, number > 0, microbatch
-            self._results[key] = pack(found, f"stage {stage}")
+    def _send(self, action: Action) -> None:
+        key = self._mail.message(action)
+        if key[0] == ACTIVATION:
+            self._left(action.stage, key)
 
-    def _roots(
-        self, stage: int, microbatch: int, outputs: list[list[torch.Tensor]]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the outputs to differentiate, each with its gradient."""
-        pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        if stage + 1 == len(self.placement):
-            pairs += [(x, self.work.seed(microbatch, x)) for x in outputs[0]]
-        for number, target in enumerate(self._targets[stage]):
-            structure, tensors, _ = self._incoming(
-                GRADIENT, target, stage, number > 0, microbatch
-            )
-            gradients = unpack(structure, tensors)
-            _check_gradients(stage, outputs[number], gradients)
-            pairs += zip(outputs[number], gradients, strict=True)
-        return [(x, g) for x, g in pairs if g is not None and x.requires_grad]
+    def _left(self, source: int, key: Key) -> None:
+        """Give the memory of outputs back once all of them have left their stage."""
+        graph = self._graphs.get((source, key[-1]))
+        if graph is not None:
+            graph.left(key)
+
+    def _backward(self, op: str, stage: int, microbatch: int) -> None:
+        graph = self._graphs[stage, microbatch]
+        gradients = graph.seeds
+        for number, target in enumerate(self._mail.targets[stage]):
+            key = GRADIENT, target, stage, number > 0, microbatch
+            structure, tensors, _ = self._mail.take(key)
+            found = unpack(structure, tensors)
+            _check_gradients(stage, graph.shapes[number], found)
+            gradients = [*gradients, *found]
+        if op == "B":
+            back = graph.full(gradients)
+        else:
+            back = graph.input(gradients)
+        if op == "B" or not graph.owes_weight():
+            del self._graphs[stage, microbatch]
+        for number, source in enumerate(self._mail.sources[stage]):
+            key = GRADIENT, stage, source, number > 0, microbatch
+            self._mail.put(key, pack(back[number], f"stage {stage}"))
+
+    def _weight(self, stage: int, microbatch: int) -> None:
+        graph = self._graphs.pop((stage, microbatch), None)
+        if graph is not None:
+            graph.weight()
 
 
 def _picked(output: Any, keys: list[str], stage: int) -> dict[str, Any]:
@@ -360,15 +308,14 @@ def _picked(output: Any, keys: list[str], stage: int) -> dict[str, Any]:
 
 
 def _check_gradients(
-    stage: int, outputs: list[torch.Tensor], gradients: list[torch.Tensor | None]
+    stage: int, shapes: list[torch.Size], gradients: list[torch.Tensor | None]
 ) -> None:
     got = [None if g is None else tuple(g.shape) for g in gradients]
-    shapes = [tuple(x.shape) for x in outputs]
     fits = len(got) == len(shapes) and all(
-        g is None or g == x for g, x in zip(got, shapes, strict=True)
+        g is None or g == tuple(x) for g, x in zip(got, shapes, strict=True)
     )
     if not fits:
         raise RuntimeError(
-            f"PipelineRunner: expected gradients of shapes {shapes} for stage {stage}, "
-            f"but got {got}"
+            f"PipelineRunner: expected gradients of shapes {[*map(tuple, shapes)]} for "
+            f"stage {stage}, but got {got}"
         )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -47,11 +47,17 @@ class Work(Protocol):
     def keys(self, source: int, target: int) -> list[str]:
         """Return the keys whose values go from one stage to a later one."""
 
+    def split(self, stage: int) -> bool | str:
+        """Return whether a stage's backward runs in two parts."""
+
     def collective(self, op: str, stage: int, number: int, failed: bool) -> None:
         """Do REDUCE_GRAD or TIE_REDUCE; a failed rank takes part in agreeing only."""
 
     def callback(self, op: str, stage: int) -> None:
         """Do UNSHARD or RESHARD."""
+
+    def validate(self) -> bool:
+        """End the optimizer step before; return whether this step is to begin anew."""
 
 
 class Seeds(NamedTuple):
@@ -79,6 +85,7 @@ class StepWork:
         gradients: ties and reductions.
         scaler: scales the loss, or None.
         seeds: for a deterministic run, or None.
+        validate: ends the optimizer step before.
 
     Attributes:
         feed: inputs and targets.
@@ -95,12 +102,14 @@ class StepWork:
         gradients: Gradients,
         scaler: torch.amp.GradScaler | None,
         seeds: Seeds | None,
+        validate: Callable[[], bool],
     ) -> None:
         self._stages = stages
         self._last = last
         self._gradients = gradients
         self._scaler = scaler
         self._seeds = seeds
+        self._validate = validate
 
     def forward(
         self, stage: int, microbatch: int, value: Any, skips: dict[str, Any]
@@ -128,6 +137,10 @@ class StepWork:
         """Return the keys whose values go from one stage to a later one."""
         return self._stages[source].keys_to(target)
 
+    def split(self, stage: int) -> bool | str:
+        """Return whether a stage's backward runs in two parts."""
+        return self._stages[stage].split
+
     def collective(self, op: str, stage: int, number: int, failed: bool) -> None:
         """Do REDUCE_GRAD or TIE_REDUCE; a failed rank takes part in agreeing only."""
         self._gradients.collective(op, stage, number, failed)
@@ -137,6 +150,10 @@ class StepWork:
         call = getattr(self._stages[stage].module, op.lower(), None)
         if call is not None:
             call()
+
+    def validate(self) -> bool:
+        """End the optimizer step before; return whether this step is to begin anew."""
+        return self._validate()
 
     @contextmanager
     def _random(self, stage: int, microbatch: int) -> Iterator[None]:

@@ -203,6 +203,7 @@ class PipelineRunner:
         *,
         max_norm: float | None = None,
         scaler: GradScaler | None = None,
+        post_validate: bool = False,
     ) -> OptimResult:
         r"""Step this rank's optimizer as a part of one optimizer of all stages.
 
@@ -218,15 +219,34 @@ class PipelineRunner:
             optimizer: any optimizer of this rank's parameters.
             max_norm: clip the gradients of all stages together to this norm.
             scaler: the one of :meth:`step`; it is updated here.
+            post_validate: step at once, as if nothing had to be clipped or skipped, and
+                ask the other ranks in the warm-up of the next step, which begins anew
+                if that was wrong. Parameters, state and losses are the same as
+                without. ``.grad`` is None afterwards; :meth:`flush` ends it, before
+                parameters are read, for example.
 
         Returns:
-            Whether the step was applied, and the norm.
+            Whether the step was applied, and the norm; with ``post_validate`` neither
+            is known yet, see :meth:`flush`.
 
         Raises:
             PipelineError: on every rank, if the optimizer of any fails; those of
                 other ranks may have stepped.
         """
-        return self._session.optimize(optimizer, max_norm, scaler)
+        return self._session.optimize(optimizer, max_norm, scaler, post_validate)
+
+    def flush(self) -> OptimResult | None:
+        r"""End an optimizer step with ``post_validate`` before the next step does.
+
+        Collective. :meth:`eval` and :meth:`optimizer_step` do it by themselves.
+
+        Returns:
+            What became of the step; None if there is none to validate.
+
+        Raises:
+            PipelineError: on every rank, if the optimizer of any failed.
+        """
+        return self._session.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         r"""Clear the gradients of this rank's stages; :meth:`step` never does.
@@ -243,7 +263,10 @@ class PipelineRunner:
             The number of steps, on which the random numbers of a deterministic run
             depend, and the loss scale that all ranks agreed on, None without one.
         """
-        return {"steps": self._session.steps, "loss_scale": self._session.loss_scale}
+        return {
+            "steps": self._session.steps,
+            "loss_scale": self._session.stepper.loss_scale,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         r"""Go on from what :meth:`state_dict` returned.
@@ -252,7 +275,7 @@ class PipelineRunner:
             state_dict: the same on all ranks.
         """
         self._session.steps = int(state_dict["steps"])
-        self._session.loss_scale = state_dict["loss_scale"]
+        self._session.stepper.loss_scale = state_dict["loss_scale"]
 
     def close(self) -> None:
         r"""End the links and give the process groups back. Idempotent."""
