@@ -176,7 +176,8 @@ std::optional<Schedule> declared(std::string_view text) {
   if (text.substr(0, kHead.size()) != kHead) {
     return std::nullopt;
   }
-  return parse_head(take_line(&text)->substr(2));
+  const std::string_view head = take_line(&text)->substr(2);
+  return parse_head(head.substr(0, head.find('#')));
 }
 
 // Whether torch.distributed.pipelining has a word for an action and for what

@@ -188,7 +188,7 @@ TEST(PipelineIr, RandomSchedulesComeBack) {
 TEST(PipelineIr, ChangedCsvIsReadOrRefused) {
   std::mt19937 random(6);
   const std::string good =
-      "# schedule 1 kind=x ranks=2 stages=3 microbatches=2 placement=0,1,0 "
+      "# schedule 1 kind=x ranks=2 stages=3 microbatches=2 placement=loop "
       "routes=0>2 ties=0+1\r\n0F0,0F1,2F0,2B0,(2F1;0B0)OVERLAP_F_B,2I1,2W1,"
       "0B1\r\n,1F0,1F1,1B0,1B1\r\n";
   EXPECT_EQ(Schedule::from_csv(good).to_csv(), good);

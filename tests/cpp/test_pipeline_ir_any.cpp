@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Lowering against its definition, on schedules that nobody planned.
 #include <pipeline_random.h>
+#include <torch_sm3/pipeline/planner.h>
 #include <torch_sm3/pipeline/verifier.h>
 
 #include <gtest/gtest.h>
@@ -442,6 +443,29 @@ TEST(AnySchedule, ReducesOnceAndAsEarlyAsItMay) {
 
 TEST(AnySchedule, RunsEvenWithBlockingSends) {
   try_all<&Trial::check_progress>();
+}
+
+TEST(EveryPlan, RunsEvenWithBlockingSends) {
+  size_t plans = 0;
+  for (const std::string& kind : kinds()) {
+    for (int64_t p = 1; p <= 5 && kind != "auto"; ++p) {
+      for (int64_t m = 1; m <= 11; ++m) {
+        for (int64_t v = 0; v <= 3; ++v) {
+          Schedule schedule;
+          try {
+            schedule = plan({kind, p, m, v});
+          } catch (const std::invalid_argument&) {
+            continue; // not of this kind
+          }
+          const Schedule lowered = schedule.lower();
+          EXPECT_TRUE(runs_with_blocking_sends(lowered)) << lowered.text();
+          EXPECT_EQ(lowered.lower(), lowered);
+          ++plans;
+        }
+      }
+    }
+  }
+  EXPECT_GT(plans, 11 * 4 * 11);
 }
 
 TEST(AnySchedule, TheBlockingRunFindsDeadlocks) {
