@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from torch_sm3.pipeline.schedule import Schedule
+from torch_sm3.pipeline.schedule import Action, Schedule
 
 #: Before the name of an action, in traces and in torch's profiler.
 PREFIX = "torch_sm3.pipeline "
@@ -49,7 +49,7 @@ class Stamps(NamedTuple):
             return array("q", (t + nanoseconds if begun else 0 for t, begun in pairs))
 
         times = moved(self.begin), moved(self.ready), moved(self.end)
-        return Stamps(self.step, *times, live=self.live, pending=self.pending)
+        return Stamps(self.step, *times, live=self.live[:], pending=self.pending[:])
 
 
 class Recorder:
@@ -64,10 +64,25 @@ class Recorder:
         schedule: a lowered schedule.
         rank: the rank whose row is run.
         keep: steps that are kept, the latest; 0 takes no time at all.
+        row: what the rank really runs, its own row if None. Actions that are not in
+            its row of the schedule are no part of the trace.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, keep: int = 8) -> None:
-        self._names = [PREFIX + action.text for action in schedule.actions(rank)]
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        keep: int = 8,
+        row: Sequence[Action] | None = None,
+    ) -> None:
+        planned = [action.text for action in schedule.actions(rank)]
+        run = planned if row is None else [action.text for action in row]
+        self._names = [PREFIX + text for text in run]
+        places = {text: index for index, text in enumerate(planned)}
+        self._place = (
+            range(len(planned)) if row is None else [places.get(x, -1) for x in run]
+        )
+        self._size = len(planned)
         self._steps: deque[Stamps] = deque(maxlen=keep)
         self._keep = keep
         self._now: Stamps | None = None
@@ -83,22 +98,23 @@ class Recorder:
         """Begin a step; a step that failed stays with the stamps that it has."""
         self._leave()
         if self._keep:
-            self._now = Stamps.empty(step, len(self._names))
+            self._now = Stamps.empty(step, self._size)
             self._steps.append(self._now)
 
     def begin(self, index: int) -> None:
-        """Note that an action begins."""
-        self._index = index
+        """Note that an action of the row that is run begins."""
+        self._index = self._place[index]
         if torch._C._autograd._profiler_enabled():
             self._leave()
             self._span = torch.profiler.record_function(self._names[index])
             self._span.__enter__()
-        if self._now is not None:
-            self._now.begin[index] = self._now.ready[index] = time.monotonic_ns()
+        if self._now is not None and self._index >= 0:
+            now = time.monotonic_ns()
+            self._now.begin[self._index] = self._now.ready[self._index] = now
 
     def ready(self) -> None:
         """Note that the inputs of the action are there: it waits no longer."""
-        if self._now is not None:
+        if self._now is not None and self._index >= 0:
             self._now.ready[self._index] = time.monotonic_ns()
 
     def end(self, live_bytes: int = 0, pending_sends: int = 0) -> None:
@@ -108,7 +124,7 @@ class Recorder:
             live_bytes: activations that are kept now.
             pending_sends: sends that are under way now.
         """
-        if self._now is not None:
+        if self._now is not None and self._index >= 0:
             self._now.end[self._index] = time.monotonic_ns()
             self._now.live[self._index] = live_bytes
             self._now.pending[self._index] = pending_sends
@@ -118,7 +134,8 @@ class Recorder:
         """Set all stamps of the step at once.
 
         Args:
-            *columns: begin, ready, end, live and pending, each as long as the row.
+            *columns: begin, ready, end, live and pending, each as long as the row that
+                is run.
         """
         if self._now is None:
             return
@@ -127,7 +144,9 @@ class Recorder:
                 raise ValueError(
                     f"fill: expected {len(self._names)} stamps, but got {len(column)}"
                 )
-            own[:] = array("q", column)
+            for place, value in zip(self._place, column, strict=True):
+                if place >= 0:
+                    own[place] = value
 
     def _leave(self) -> None:
         if self._span is not None:

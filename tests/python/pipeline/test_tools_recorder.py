@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_sm3.pipeline import plan
+from torch_sm3.pipeline import Action, Schedule, plan
 from torch_sm3.pipeline._recorder import Recorder, estimate_offset
 
 
@@ -48,6 +48,25 @@ def test_stamps_of_another_language_are_taken_whole() -> None:
     assert [list(column) for column in recorder.steps[0][1:]] == columns
     with pytest.raises(ValueError, match=f"fill: expected {count} stamps, but got 1"):
         recorder.fill(*[[1]] * 5)
+
+
+def test_what_a_runner_adds_or_leaves_out_moves_no_stamp() -> None:
+    schedule = Schedule.parse(
+        "schedule 1 kind=x ranks=1 stages=1 microbatches=1 placement=loop\n"
+        "rank 0: . 0F0 . 0B0\n"
+    )
+    row = [*plan("none", 1, 1).actions(0), Action("REDUCE_GRAD", 0, 0)]
+    recorder = Recorder(schedule, 0, row=row)
+    recorder.start(1)
+    for index in range(3):
+        recorder.begin(index)
+        recorder.ready()
+        recorder.end(index + 1)
+    assert list(recorder.steps[0].live) == [0, 1, 0, 2]
+    assert [bool(t) for t in recorder.steps[0].begin] == [False, True, False, True]
+    recorder.start(2)
+    recorder.fill(*[[5, 6, 7]] * 5)
+    assert list(recorder.steps[1].end) == [0, 5, 0, 6]
 
 
 def test_without_steps_to_keep_nothing_is_stamped() -> None:
