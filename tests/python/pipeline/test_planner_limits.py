@@ -81,6 +81,9 @@ def test_auto_is_never_worse_than_a_named_kind(
     best = plan("auto", p, m, **options)
     found = run(best, of_stage(best.stages // p))
     assert limit is None or max(found.peak) <= limit
+    chosen = next(c for c in best.alternatives if c.chosen)
+    assert abs(found.makespan - chosen.makespan) < EXACT
+    assert abs(max(found.peak) - chosen.peak_bytes) < EXACT
     for kind in kinds():
         if kind in ("auto", "forward") or (kind == "none" and p > 1):
             continue
