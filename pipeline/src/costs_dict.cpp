@@ -16,6 +16,44 @@ namespace {
       argument + "')");
 }
 
+struct OfStages {
+  const char* name;
+  double StageCosts::* member;
+};
+constexpr OfStages kOfStages[]{
+    {"F", &StageCosts::forward},
+    {"I", &StageCosts::input},
+    {"W", &StageCosts::weight},
+    {"reduce", &StageCosts::reduce},
+    {"optimizer", &StageCosts::optimizer},
+    {"activation_bytes", &StageCosts::activation_bytes},
+    {"released_at_input", &StageCosts::released_at_input},
+    {"boundary_bytes", &StageCosts::boundary_bytes},
+    {"transient_bytes", &StageCosts::transient_bytes},
+    {"static_bytes", &StageCosts::static_bytes},
+};
+
+struct Optional {
+  const char* name;
+  std::optional<double> StageCosts::* member;
+};
+constexpr Optional kOptional[]{
+    {"B", &StageCosts::backward},
+    {"pair", &StageCosts::pair},
+};
+
+struct List {
+  const char* name;
+  std::vector<double> Costs::* member;
+};
+constexpr List kLists[]{
+    {"route_bytes", &Costs::route_bytes},
+    {"latency", &Costs::latency},
+    {"bandwidth", &Costs::bandwidth},
+    {"speed", &Costs::speed},
+    {"tie", &Costs::tie},
+};
+
 class Reader {
  public:
   explicit Reader(const CostsDict& given) : given_(given) {}
@@ -96,40 +134,67 @@ class Reader {
 Costs costs_of(const CostsDict& given) {
   Costs costs;
   Reader reader(given);
-  const auto plain = [&](const char* name, double StageCosts::* member) {
-    reader.each_stage(name, &costs.stages, [&](StageCosts* stage, double x) {
-      stage->*member = x;
-    });
-  };
-  const auto optional = [&](const char* name,
-                            std::optional<double> StageCosts::* member) {
-    reader.each_stage(name, &costs.stages, [&](StageCosts* stage, double x) {
-      stage->*member = x;
-    });
-  };
-  plain("F", &StageCosts::forward);
-  plain("I", &StageCosts::input);
-  plain("W", &StageCosts::weight);
-  optional("B", &StageCosts::backward);
-  optional("pair", &StageCosts::pair);
-  plain("reduce", &StageCosts::reduce);
-  plain("optimizer", &StageCosts::optimizer);
-  plain("activation_bytes", &StageCosts::activation_bytes);
-  plain("released_at_input", &StageCosts::released_at_input);
-  plain("boundary_bytes", &StageCosts::boundary_bytes);
-  plain("transient_bytes", &StageCosts::transient_bytes);
-  plain("static_bytes", &StageCosts::static_bytes);
-  reader.list("route_bytes", &costs.route_bytes);
-  reader.list("latency", &costs.latency);
-  reader.list("bandwidth", &costs.bandwidth);
-  reader.list("speed", &costs.speed);
-  reader.list("tie", &costs.tie);
+  for (const auto& [name, member] : kOfStages) {
+    reader.each_stage(
+        name, &costs.stages, [&, member = member](StageCosts* stage, double x) {
+          stage->*member = x;
+        });
+  }
+  for (const auto& [name, member] : kOptional) {
+    reader.each_stage(
+        name, &costs.stages, [&, member = member](StageCosts* stage, double x) {
+          stage->*member = x;
+        });
+  }
+  for (const auto& [name, member] : kLists) {
+    reader.list(name, &(costs.*member));
+  }
   costs.serial_links = reader.number("serial_links", 0) != 0;
   costs.optimizer_waits = reader.number("optimizer_waits", 0) != 0;
   costs.jitter = reader.number("jitter", costs.jitter);
   costs.seed = static_cast<uint64_t>(reader.number("seed", 0));
   reader.check_all_known();
   return costs;
+}
+
+CostsDict dict_of(const Costs& costs) {
+  CostsDict dict;
+  const auto of_stages = [&](const char* name, const auto& value_of) {
+    std::vector<double> values;
+    for (const StageCosts& stage : costs.stages) {
+      values.push_back(value_of(stage));
+    }
+    dict.insert(name, std::move(values));
+  };
+  for (const auto& [name, member] : kOfStages) {
+    of_stages(name, [member = member](const StageCosts& stage) {
+      return stage.*member;
+    });
+  }
+  for (const auto& [name, member] : kOptional) {
+    const bool given = std::all_of(
+        costs.stages.begin(),
+        costs.stages.end(),
+        [member = member](const StageCosts& stage) {
+          return (stage.*member).has_value();
+        });
+    if (given) {
+      of_stages(name, [member = member](const StageCosts& stage) {
+        return *(stage.*member);
+      });
+    }
+  }
+  for (const auto& [name, member] : kLists) {
+    dict.insert(name, costs.*member);
+  }
+  dict.insert(
+      "serial_links", std::vector<double>{costs.serial_links ? 1.0 : 0.0});
+  dict.insert(
+      "optimizer_waits",
+      std::vector<double>{costs.optimizer_waits ? 1.0 : 0.0});
+  dict.insert("jitter", std::vector<double>{costs.jitter});
+  dict.insert("seed", std::vector<double>{static_cast<double>(costs.seed)});
+  return dict;
 }
 
 } // namespace torch_sm3::pipeline

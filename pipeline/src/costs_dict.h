@@ -24,4 +24,9 @@ using CostsDict = c10::Dict<std::string, std::vector<double>>;
 /// \throws std::invalid_argument naming the value that is wrong
 Costs costs_of(const CostsDict& given);
 
+/// Writes what `costs_of` reads.
+///
+/// \param costs the costs
+CostsDict dict_of(const Costs& costs);
+
 } // namespace torch_sm3::pipeline

@@ -157,6 +157,19 @@ Schedule plan(const PlanOptions& options) {
   return settle(options, std::move(schedule));
 }
 
+Schedule outline(const PlanOptions& options) {
+  Schedule schedule;
+  if (options.kind == kAuto) {
+    schedule = plan(options);
+    schedule.rows.clear();
+  } else {
+    const Kind& kind = find_kind(options.kind);
+    schedule = shape_of(options, kind, check_sizes(options, kind.chunks));
+  }
+  schedule.rows.resize(schedule.ranks);
+  return schedule;
+}
+
 std::vector<Action> plan_rank(const PlanOptions& options, int64_t rank) {
   if (rank < 0 || rank >= options.ranks) {
     refuse_plan(

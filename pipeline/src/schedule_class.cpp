@@ -7,8 +7,6 @@
 
 #include <torch/custom_class.h>
 
-#include <algorithm>
-
 namespace torch_sm3::pipeline {
 
 PipelineSchedule::PipelineSchedule(
@@ -35,8 +33,9 @@ c10::intrusive_ptr<PipelineSchedule> PipelineSchedule::with_routes(
     const std::vector<std::tuple<int64_t, int64_t>>& routes,
     const std::vector<std::vector<int64_t>>& ties) const {
   const auto stage_of = [](int64_t number) {
-    // What is no stage stays none.
-    return static_cast<uint16_t>(std::clamp<int64_t>(number, 0, 0xffff));
+    // What is no stage stays none: there are at most 65535.
+    return static_cast<uint16_t>(
+        number < 0 || number > 0xffff ? 0xffff : number);
   };
   std::vector<Route> new_routes;
   for (const auto& [source, target] : routes) {
@@ -134,6 +133,7 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
       .def("to_csv", &PipelineSchedule::to_csv)
       .def("with_routes", &PipelineSchedule::with_routes)
       .def("verify", &PipelineSchedule::verify)
+      .def("live_bytes", &PipelineSchedule::live_bytes)
       .def("simulate", &PipelineSchedule::simulate)
       .def("lower", &PipelineSchedule::lower)
       .def("text", &PipelineSchedule::text)

@@ -42,8 +42,20 @@ class PipelineSchedule : public torch::CustomClassHolder {
   explicit PipelineSchedule(Schedule schedule)
       : schedule_(std::move(schedule)) {}
 
-  /// Plans one with all options; the names are those of PlanOptions.
-  static c10::intrusive_ptr<PipelineSchedule> plan_with(
+  /// What a search looked at: plan, makespan, peak bytes, why it was refused,
+  /// and whether it was taken.
+  using Alternative =
+      std::tuple<std::string, double, double, std::string, bool>;
+
+  /// Plans one with all options, whose names are those of PlanOptions; with a
+  /// `rank` of 0 or more its row alone. Returns the schedule, its costs and
+  /// the alternatives of a search, and advice on a forced group size.
+  static std::tuple<
+      c10::intrusive_ptr<PipelineSchedule>,
+      CostsDict,
+      std::vector<Alternative>,
+      std::string>
+  plan_with(
       std::string kind,
       int64_t ranks,
       int64_t microbatches,
@@ -54,7 +66,8 @@ class PipelineSchedule : public torch::CustomClassHolder {
       std::vector<double> memory_limit,
       int64_t split,
       std::string via,
-      int64_t warmup);
+      int64_t warmup,
+      int64_t rank);
 
   /// See pipeline::kinds.
   static std::vector<std::string> kinds();
@@ -97,20 +110,28 @@ class PipelineSchedule : public torch::CustomClassHolder {
   std::vector<std::tuple<std::string, int64_t, int64_t, int64_t, bool>>
   actions(int64_t rank) const;
 
-  /// Rule, message, grid, full grid, peak bytes and where they are reached.
+  /// Rule, message, grid, full grid, peak bytes and the actions at which they
+  /// are reached.
   std::tuple<
       std::string,
       std::string,
       std::string,
       std::string,
       std::vector<double>,
-      std::vector<int64_t>>
+      std::vector<std::string>>
   verify(
       const std::string& links,
       int64_t max_pending,
       const CostsDict& memory,
       std::vector<double> memory_limit,
       bool full) const;
+
+  /// See pipeline::live_bytes.
+  std::vector<double> live_bytes(
+      int64_t rank,
+      const CostsDict& memory,
+      const std::string& links,
+      int64_t max_pending) const;
 
   /// Makespan, busy, idle, own idle and peak bytes of each rank, lower bound,
   /// and start and end of each action of each rank in turn, if asked for.

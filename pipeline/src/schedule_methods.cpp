@@ -3,8 +3,12 @@
 #include <schedule_class.h>
 #include <torch_sm3/check.h>
 #include <torch_sm3/pipeline/planner.h>
+#include <torch_sm3/pipeline/search.h>
 #include <torch_sm3/pipeline/simulator.h>
 #include <torch_sm3/pipeline/verifier.h>
+
+#include <algorithm>
+#include <stdexcept>
 
 namespace torch_sm3::pipeline {
 namespace {
@@ -41,9 +45,50 @@ Dialect dialect_of(const std::string& dialect) {
   return dialect == "torch" ? Dialect::kTorch : Dialect::kOwn;
 }
 
+struct Planned {
+  Schedule schedule;
+  CostsDict costs;
+  std::vector<PipelineSchedule::Alternative> alternatives;
+  std::string advice;
+};
+
+Planned plan_all(const PlanOptions& options) {
+  Planned planned;
+  if (options.kind == "auto") {
+    Choice choice = search(options);
+    planned.schedule = std::move(choice.schedule);
+    planned.costs = dict_of(choice.costs);
+    for (const Candidate& candidate : choice.alternatives) {
+      planned.alternatives.emplace_back(
+          candidate.plan,
+          candidate.makespan,
+          candidate.peak_bytes,
+          candidate.refused,
+          candidate.chosen);
+    }
+  } else {
+    planned.schedule = plan(options);
+    planned.advice = options.group_size > 0 ? advice(options) : "";
+  }
+  return planned;
+}
+
+Planned plan_row(const PlanOptions& options, int64_t rank) {
+  Planned planned;
+  std::vector<Action> row = plan_rank(options, rank);
+  planned.schedule = outline(options);
+  planned.schedule.rows[static_cast<size_t>(rank)] = std::move(row);
+  return planned;
+}
+
 } // namespace
 
-c10::intrusive_ptr<PipelineSchedule> PipelineSchedule::plan_with(
+std::tuple<
+    c10::intrusive_ptr<PipelineSchedule>,
+    CostsDict,
+    std::vector<PipelineSchedule::Alternative>,
+    std::string>
+PipelineSchedule::plan_with(
     std::string kind,
     int64_t ranks,
     int64_t microbatches,
@@ -54,8 +99,9 @@ c10::intrusive_ptr<PipelineSchedule> PipelineSchedule::plan_with(
     std::vector<double> memory_limit,
     int64_t split,
     std::string via,
-    int64_t warmup) {
-  return c10::make_intrusive<PipelineSchedule>(as_value_error([&] {
+    int64_t warmup,
+    int64_t rank) {
+  return as_value_error([&] {
     PlanOptions options;
     options.kind = std::move(kind);
     options.ranks = ranks;
@@ -70,8 +116,13 @@ c10::intrusive_ptr<PipelineSchedule> PipelineSchedule::plan_with(
     options.split = split;
     options.via = std::move(via);
     options.warmup = warmup;
-    return plan(options);
-  }));
+    Planned planned = rank < 0 ? plan_all(options) : plan_row(options, rank);
+    return std::tuple(
+        c10::make_intrusive<PipelineSchedule>(std::move(planned.schedule)),
+        std::move(planned.costs),
+        std::move(planned.alternatives),
+        std::move(planned.advice));
+  });
 }
 
 std::vector<std::string> PipelineSchedule::kinds() {
@@ -103,7 +154,7 @@ std::tuple<
     std::string,
     std::string,
     std::vector<double>,
-    std::vector<int64_t>>
+    std::vector<std::string>>
 PipelineSchedule::verify(
     const std::string& links,
     int64_t max_pending,
@@ -118,13 +169,43 @@ PipelineSchedule::verify(
     options.full_grid = full;
     return pipeline::verify(schedule_, options);
   });
+  std::vector<std::string> actions(report.peak_at.size());
+  if (std::any_of(
+          report.peak_bytes.begin(), report.peak_bytes.end(), [](double bytes) {
+            return bytes > 0;
+          })) {
+    const Schedule lowered = schedule_.lower();
+    for (size_t rank = 0; rank < actions.size(); ++rank) {
+      const auto& row = lowered.rows[rank];
+      actions[rank] =
+          row.empty() ? "" : lowered.text(row[report.peak_at[rank]]);
+    }
+  }
   return {
       name(report.rule),
       std::move(report.message),
       std::move(report.grid),
       std::move(report.full_grid),
       std::move(report.peak_bytes),
-      {report.peak_at.begin(), report.peak_at.end()}};
+      std::move(actions)};
+}
+
+std::vector<double> PipelineSchedule::live_bytes(
+    int64_t rank,
+    const CostsDict& memory,
+    const std::string& links,
+    int64_t max_pending) const {
+  return as_value_error([&] {
+    if (rank < 0 || rank >= schedule_.ranks) {
+      throw std::invalid_argument(
+          "live_bytes: expected a rank from 0 to " +
+          std::to_string(schedule_.ranks - 1) + ", but got " +
+          std::to_string(rank) + " (argument 'rank')");
+    }
+    const LinkModel model = links_of("live_bytes", links, max_pending);
+    return pipeline::live_bytes(
+        schedule_, static_cast<uint32_t>(rank), costs_of(memory), model);
+  });
 }
 
 std::tuple<

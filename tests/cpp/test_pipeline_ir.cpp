@@ -184,5 +184,46 @@ TEST(PipelineIr, RandomSchedulesComeBack) {
   }
 }
 
+// Any change of one letter reads as another schedule or is refused.
+TEST(PipelineIr, ChangedCsvIsReadOrRefused) {
+  std::mt19937 random(6);
+  const std::string good =
+      "# schedule 1 kind=x ranks=2 stages=3 microbatches=2 placement=loop "
+      "routes=0>2 ties=0+1\r\n0F0,0F1,2F0,2B0,(2F1;0B0)OVERLAP_F_B,2I1,2W1,"
+      "0B1\r\n,1F0,1F1,1B0,1B1\r\n";
+  EXPECT_EQ(Schedule::from_csv(good).to_csv(), good);
+  int read = 0;
+  for (int i = 0; i < 20000; ++i) {
+    std::string text = good;
+    text[random() % text.size()] = static_cast<char>(random() % 128);
+    try {
+      const Schedule schedule = Schedule::from_csv(text);
+      EXPECT_EQ(Schedule::from_csv(schedule.to_csv()), schedule);
+      ++read;
+    } catch (const ScheduleError&) {
+    }
+  }
+  EXPECT_GT(read, 0);
+  EXPECT_LT(read, 20000);
+}
+
+TEST(PipelineIr, RoutesAndTiesAreGivenToWhatIsNotLowered) {
+  const Schedule plain = Schedule::parse(
+      "schedule 1 kind=x ranks=2 stages=3 microbatches=1 placement=loop\n"
+      "rank 0: 0F0 2F0 2B0 0B0\nrank 1: 1F0 1B0\n");
+  const Schedule tied = plain.with_routes({{1, 2}, {0, 2}}, {{2, 0}});
+  EXPECT_EQ(tied.routes, (std::vector<Route>{{0, 2}, {1, 2}}));
+  EXPECT_EQ(tied.ties, (std::vector<std::vector<uint16_t>>{{0, 2}}));
+  EXPECT_EQ(tied.with_routes({}, {}), plain);
+  EXPECT_THROW(plain.with_routes({{2, 0}}, {}), ScheduleError);
+  EXPECT_THROW(plain.with_routes({{0, 3}}, {}), ScheduleError);
+  EXPECT_THROW(plain.with_routes({{0, 2}, {0, 2}}, {}), ScheduleError);
+  EXPECT_THROW(plain.with_routes({}, {{1}}), ScheduleError);
+  EXPECT_THROW(plain.with_routes({}, {{}}), ScheduleError);
+  EXPECT_THROW(plain.with_routes({}, {{1, 3}}), ScheduleError);
+  EXPECT_THROW(plain.with_routes({}, {{1, 1}}), ScheduleError);
+  EXPECT_THROW(plain.lower().with_routes({}, {}), ScheduleError);
+}
+
 } // namespace
 } // namespace torch_sm3::pipeline

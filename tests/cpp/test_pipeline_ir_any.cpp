@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Lowering against its definition, on schedules that nobody planned.
 #include <pipeline_random.h>
+#include <torch_sm3/pipeline/planner.h>
+#include <torch_sm3/pipeline/verifier.h>
 
 #include <gtest/gtest.h>
 
@@ -266,6 +268,9 @@ struct Trial {
 void Trial::check_cells() const {
   EXPECT_EQ(lowered_.lower(), lowered_);
   EXPECT_EQ(Schedule::parse(lowered_.text()), lowered_);
+  // Reading CSV verifies it too.
+  EXPECT_EQ(Schedule::from_csv(lowered_.to_csv()), lowered_);
+  EXPECT_EQ(Schedule::from_csv(made_.schedule.to_csv()).lower(), lowered_);
   for (uint32_t rank = 0; rank < lowered_.ranks; ++rank) {
     std::vector<Action> cells;
     for (const Action a : lowered_.rows[rank]) {
@@ -399,6 +404,13 @@ void Trial::check_reductions() const {
 
 void Trial::check_progress() const {
   EXPECT_TRUE(runs_with_blocking_sends(lowered_));
+  for (const Links links :
+       {Links::kPosted, Links::kRendezvous, Links::kBlocking}) {
+    VerifyOptions options;
+    options.links.links = links;
+    const Report report = verify(lowered_, options);
+    EXPECT_TRUE(report.valid()) << report.message;
+  }
 }
 
 template <void (Trial::*check)() const>
@@ -431,6 +443,29 @@ TEST(AnySchedule, ReducesOnceAndAsEarlyAsItMay) {
 
 TEST(AnySchedule, RunsEvenWithBlockingSends) {
   try_all<&Trial::check_progress>();
+}
+
+TEST(EveryPlan, RunsEvenWithBlockingSends) {
+  size_t plans = 0;
+  for (const std::string& kind : kinds()) {
+    for (int64_t p = 1; p <= 5 && kind != "auto"; ++p) {
+      for (int64_t m = 1; m <= 11; ++m) {
+        for (int64_t v = 0; v <= 3; ++v) {
+          Schedule schedule;
+          try {
+            schedule = plan({kind, p, m, v});
+          } catch (const std::invalid_argument&) {
+            continue; // not of this kind
+          }
+          const Schedule lowered = schedule.lower();
+          EXPECT_TRUE(runs_with_blocking_sends(lowered)) << lowered.text();
+          EXPECT_EQ(lowered.lower(), lowered);
+          ++plans;
+        }
+      }
+    }
+  }
+  EXPECT_GT(plans, 11 * 4 * 11);
 }
 
 TEST(AnySchedule, TheBlockingRunFindsDeadlocks) {

@@ -12,13 +12,20 @@ from torch_sm3.pipeline.planner import kinds, partition, plan
 from torch_sm3.pipeline.plot import plot
 from torch_sm3.pipeline.profile import profile
 from torch_sm3.pipeline.runner import PipelineRunner
-from torch_sm3.pipeline.schedule import Action, Schedule, ScheduleError
-from torch_sm3.pipeline.simulator import Report, Simulation, simulate, verify
+from torch_sm3.pipeline.schedule import Action, Candidate, Schedule, ScheduleError
+from torch_sm3.pipeline.simulator import (
+    Report,
+    Simulation,
+    live_bytes,
+    simulate,
+    verify,
+)
 from torch_sm3.pipeline.stage import Stage
 from torch_sm3.pipeline.validate import PostValidator
 
 __all__ = [
     "Action",
+    "Candidate",
     "Costs",
     "OptimResult",
     "PipelineError",
@@ -32,6 +39,7 @@ __all__ = [
     "Stage",
     "StepResult",
     "kinds",
+    "live_bytes",
     "partition",
     "plan",
     "plot",

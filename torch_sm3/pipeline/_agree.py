@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch_sm3 import _library
 from torch_sm3.pipeline._loss import REDUCTIONS
 from torch_sm3.pipeline._reduce import REDUCES
-from torch_sm3.pipeline._rows import check_complete, with_extras
+from torch_sm3.pipeline._rows import check_order, with_extras
 from torch_sm3.pipeline._ties import Member, combined, described, numbered, stages_of
 from torch_sm3.pipeline.schedule import Schedule, ScheduleError
+from torch_sm3.pipeline.simulator import verify
 from torch_sm3.pipeline.stage import Stage
 
 
@@ -118,7 +119,9 @@ def agree(
     shared = sorted(stages_of(members) for members in ties.values())
     shared = [stages for stages in shared if len(stages) > 1]
     lowered = with_extras(schedule, routes, shared).lower()
-    check_complete(lowered)
+    verify(lowered, max_pending=options.max_pending).raise_if_invalid()
+    if options.deterministic:
+        check_order(lowered)
     ties = numbered(ties, lowered.ties)
     names = frozenset(name for other in records for name in other.kwargs)
     return Agreement(lowered, routes, ties, names)

@@ -141,7 +141,7 @@ class Parts:
     ) -> Gradients:
         ranks = [{member.rank for member in tie} for tie in known.ties.values()]
         if any(len(holders) > 1 for holders in ranks):
-            self._tied = Collective(group, options.timeout)
+            self._tied = Collective(group, options.timeout, self.links)
         ties = {
             number: Tie(number, members, self.rank, self.stages, self._tied)
             for number, members in enumerate(known.ties.values())
@@ -155,7 +155,7 @@ class Parts:
             self.row = with_collectives(self.row, places, order)
         reducer = None
         if data_parallel is not None and dist.get_world_size(data_parallel) > 1:
-            self.replicas = Collective(data_parallel, options.timeout)
+            self.replicas = Collective(data_parallel, options.timeout, self.links)
             reducer = Reducer(
                 self.replicas,
                 options.reduce,

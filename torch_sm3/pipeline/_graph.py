@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import islice
 from typing import Any
 
@@ -15,6 +16,10 @@ Came = tuple[str, list[torch.Tensor], list[bool]]
 Gradients = list[torch.Tensor | None]
 
 _SPLITS: dict[bool | str, str] = {"auto": "auto", True: "always", False: "never"}
+
+
+# Looking a class of the library up costs as much as a small layer.
+_class = functools.cache(_ops.pipeline_backward_class)
 
 
 class Graph:
@@ -31,7 +36,7 @@ class Graph:
     """
 
     def __init__(self, split: bool | str) -> None:
-        self._native = _ops.pipeline_backward_class()(_SPLITS[split])
+        self._native = _class()(_SPLITS[split])
         self._counts: list[int] = []
         self.outputs: list[torch.Tensor] = []
         self.seeds: Gradients = []

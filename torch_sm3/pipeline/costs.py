@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -144,6 +144,22 @@ class Costs:
             if value is not None:
                 found[field.name] = _flat(value)
         return found
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Sequence[float]]) -> Costs:
+        r"""Read what :meth:`values` writes.
+
+        Args:
+            values: lists by name; one number stands for itself.
+        """
+        given: dict[str, Any] = {
+            name: numbers[0] if len(numbers) == 1 else tuple(numbers)
+            for name, numbers in values.items()
+        }
+        for name in ("serial_links", "optimizer_waits"):
+            given[name] = bool(given.get(name, False))
+        given["seed"] = int(given.get("seed", 0))
+        return cls(**given)
 
 
 def _fail(expected: str, got: Any, argument: str) -> NoReturn:

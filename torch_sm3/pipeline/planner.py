@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from torch_sm3 import _ops
 from torch_sm3.pipeline.costs import Costs
-from torch_sm3.pipeline.schedule import Schedule, checked
+from torch_sm3.pipeline.schedule import Candidate, Schedule, checked
 
 
 def kinds() -> list[str]:
@@ -35,6 +36,7 @@ def plan(
     split: int | None = None,
     via: str = "chain",
     warmup: int | str = "auto",
+    rank: int | None = None,
 ) -> Schedule:
     r"""Plan a schedule of p ranks and m microbatches.
 
@@ -56,7 +58,9 @@ def plan(
     ``looped_bfs`` finishes all microbatches of a chunk before the next; ``zb_h1`` and
     ``zb_h2`` fill the bubble with gradients of weights; ``zbv``, ``v_half`` and
     ``v_min`` do so with two chunks per rank in a V, the latter two in a half and a
-    third of the memory; ``dualpipe_v`` runs forwards and backwards in pairs.
+    third of the memory; ``dualpipe_v`` runs forwards and backwards in pairs. ``auto``
+    searches all of them, and lists of its own, for the least simulated makespan that
+    fits; :attr:`Schedule.alternatives` says what it looked at.
 
     Args:
         kind: the name of the plan.
@@ -71,6 +75,7 @@ def plan(
         via: how the encoder's output reaches the decoder's stages: ``chain``, handed
             on by each, or ``direct``, by routes of its own.
         warmup: rounds of warm-up of ``1f1b``; by the link cost if ``"auto"``.
+        rank: plan the row of this rank alone; the others stay empty.
 
     Returns:
         A compute-only :class:`Schedule`.
@@ -93,22 +98,28 @@ def plan(
     https://arxiv.org/abs/2405.15362; DualPipe: DeepSeek-AI, 2024,
     https://arxiv.org/abs/2412.19437.
     """
-    return checked(
-        lambda: Schedule(
-            _ops.pipeline_schedule_class().plan_with(
-                kind,
-                ranks,
-                microbatches,
-                _chosen(chunks, None, "chunks", 1),
-                _chosen(group_size, "auto", "group_size", 1),
-                {} if costs is None else costs.values(),
-                float(link_cost),
-                _limits(memory_limit),
-                _chosen(split, None, "split", 1),
-                via,
-                -1 if warmup == "auto" else _chosen(warmup, None, "warmup", 0),
-            )
+    native, found, alternatives, advice = checked(
+        lambda: _ops.pipeline_schedule_class().plan_with(
+            kind,
+            ranks,
+            microbatches,
+            _chosen(chunks, None, "chunks", 1),
+            _chosen(group_size, "auto", "group_size", 1),
+            {} if costs is None else costs.values(),
+            float(link_cost),
+            limits_of(memory_limit),
+            _chosen(split, None, "split", 1),
+            via,
+            -1 if warmup == "auto" else _chosen(warmup, None, "warmup", 0),
+            -1 if rank is None else _chosen(rank, None, "rank", 0),
         )
+    )
+    if advice:
+        warnings.warn(advice, stacklevel=2)
+    return Schedule(
+        native,
+        [Candidate(*candidate) for candidate in alternatives],
+        Costs.from_values(found) if found else None,
     )
 
 
@@ -149,7 +160,8 @@ def partition(
     return list(checked(lambda: native.partition(layers, stages, held, float(limit))))
 
 
-def _limits(limit: float | Sequence[float] | None) -> list[float]:
+def limits_of(limit: float | Sequence[float] | None) -> list[float]:
+    """Return limits as the library takes them: none, one, or one per rank."""
     if limit is None:
         return []
     if isinstance(limit, Sequence):

@@ -278,5 +278,8 @@ class PipelineRunner:
         self._session.stepper.loss_scale = state_dict["loss_scale"]
 
     def close(self) -> None:
-        r"""End the links and give the process groups back. Idempotent."""
+        r"""End the links and give the process groups back. Idempotent.
+
+        An optimizer step that was not validated yet stands; call :meth:`flush` before.
+        """
         self._session.close()

@@ -6,9 +6,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch_sm3 import _ops
+from torch_sm3.pipeline.action import Action, Candidate
+from torch_sm3.pipeline.costs import Costs
+
+__all__ = ["Action", "Candidate", "Schedule", "ScheduleError", "checked"]
 
 T = TypeVar("T")
 _MARK = "ScheduleError: "
@@ -16,41 +20,6 @@ _MARK = "ScheduleError: "
 
 class ScheduleError(ValueError):
     r"""Say that a schedule cannot be read or cannot run."""
-
-
-class Action(NamedTuple):
-    r"""Say what a rank does in one slot of a schedule.
-
-    Attributes:
-        op: ``F``, ``B``, ``I``, ``W``, ``SEND_F``, ``RECV_F``, ``SEND_B``, ``RECV_B``,
-            ``REDUCE_GRAD``, ``TIE_REDUCE``, ``OPTIM``, ``VALIDATE``, ``UNSHARD``,
-            ``RESHARD``, or ``.`` for an idle slot.
-        stage: the stage; 0 for ``OPTIM``, ``VALIDATE`` and ``.``.
-        microbatch: the microbatch; the number of the tie for ``TIE_REDUCE``.
-        route: source and target stage of a message that skips stages, else None.
-        paired: whether this and the next action are one cell,
-            ``(0F3;5B1)OVERLAP_F_B``.
-    """
-
-    op: str
-    stage: int
-    microbatch: int
-    route: tuple[int, int] | None = None
-    paired: bool = False
-
-    @property
-    def text(self) -> str:
-        r"""Text of the action alone, for example ``2F0`` or ``0SEND_F3>2``."""
-        if self.op in (".", "OPTIM", "VALIDATE"):
-            return self.op
-        if self.op in ("REDUCE_GRAD", "UNSHARD", "RESHARD"):
-            return f"{self.stage}{self.op}"
-        text = f"{self.stage}{self.op}{self.microbatch}"
-        if self.route is None:
-            return text
-        source, target = self.route
-        arrow = ">" if self.op.startswith("SEND") else "<"
-        return f"{text}{arrow}{target if self.stage == source else source}"
 
 
 def checked(call: Callable[[], T]) -> T:
@@ -79,10 +48,17 @@ class Schedule:
         rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
     """
 
-    def __init__(self, native: Any) -> None:
+    def __init__(
+        self,
+        native: Any,
+        alternatives: Sequence[Candidate] = (),
+        costs: Costs | None = None,
+    ) -> None:
         # torch.classes.torch_sm3.PipelineSchedule
         self.native = native
         self._text: str | None = None
+        self._alternatives = list(alternatives)
+        self._costs = costs
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -292,6 +268,16 @@ class Schedule:
     def ties(self) -> list[list[int]]:
         r"""Stages that hold each tied weight."""
         return list(self.native.ties())
+
+    @property
+    def alternatives(self) -> list[Candidate]:
+        r"""What the search of ``plan("auto", …)`` looked at; not part of the text."""
+        return list(self._alternatives)
+
+    @property
+    def costs(self) -> Costs | None:
+        r"""Costs of this schedule's stages, if a search put them together."""
+        return self._costs
 
     def actions(self, rank: int) -> list[Action]:
         r"""Return the actions of a rank in order.

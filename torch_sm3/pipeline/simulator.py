@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_sm3.pipeline.costs import Costs
-from torch_sm3.pipeline.planner import _limits
+from torch_sm3.pipeline.planner import limits_of
 from torch_sm3.pipeline.schedule import Schedule, ScheduleError, checked
 
 
@@ -24,7 +24,7 @@ class Report:
             three steps around each.
         full_grid: the same with all steps, if asked for.
         peak_bytes: most memory in use on each rank; exact.
-        peak_actions: text of the action at which it is.
+        peak_actions: text of the action at which it is; empty without bytes.
     """
 
     rule: str
@@ -91,18 +91,49 @@ def verify(
         >>> report.valid, report.rule
         (False, 'counts')
     """
-    rule, message, grid, whole, peaks, places = checked(
-        lambda: schedule.native.verify(
-            links, max_pending, _values(memory), _limits(memory_limit), full_grid
+    return Report(
+        *checked(
+            lambda: schedule.native.verify(
+                links, max_pending, _values(memory), limits_of(memory_limit), full_grid
+            )
         )
     )
-    actions: list[str] = []
-    if any(peaks):
-        lowered = schedule.lower()
-        for rank, place in enumerate(places):
-            row = lowered.actions(rank)
-            actions.append(row[place].text if place < len(row) else ".")
-    return Report(rule, message, grid, whole, list(peaks), actions)
+
+
+def live_bytes(
+    schedule: Schedule,
+    rank: int,
+    memory: Costs,
+    *,
+    links: str = "rendezvous",
+    max_pending: int = 1,
+) -> list[float]:
+    r"""Count the bytes in use on a rank after each action of its lowered row.
+
+    Args:
+        schedule: the schedule.
+        rank: the rank.
+        memory: bytes of each stage.
+        links: as for :func:`verify`.
+        max_pending: as for :func:`verify`.
+
+    Raises:
+        ValueError: naming the argument that is wrong.
+        ScheduleError: if the schedule is not valid.
+
+    Example::
+
+        >>> from torch_sm3.pipeline import Costs, live_bytes, plan
+        >>> live_bytes(plan("gpipe", 1, 2), 0, Costs(activation_bytes=8))
+        [8.0, 16.0, 8.0, 0.0, 0.0, 0.0]
+    """
+    return list(
+        checked(
+            lambda: schedule.native.live_bytes(
+                rank, memory.values(), links, max_pending
+            )
+        )
+    )
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,10 @@ def test_a_stage_may_be_left_out_of_the_reduction(pools: Pools) -> None:
     assert pools(4).run(ranks_gradients.unreduced_stage) == [[]] * 4
 
 
+def test_shared_and_thawed_parameters_are_reduced_once(pools: Pools) -> None:
+    assert pools(4).run(ranks_gradients.shared_and_thawed) == [[]] * 4
+
+
 def test_a_failure_in_one_replica_is_raised_in_all(pools: Pools) -> None:
     answers = pools(4).run(ranks_gradients.failing_replica)
     wanted = [

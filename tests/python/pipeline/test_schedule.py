@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.pipeline_oracle import deadlocks, plan_rows, simulate
 
-from torch_sm3.pipeline import Schedule, ScheduleError, plan
+from torch_sm3.pipeline import Action, Schedule, ScheduleError, plan
 
 KINDS = ("none", "gpipe", "1f1b", "forward")
 
@@ -28,6 +28,38 @@ def rows_of(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
 
 
 # --- text --------------------------------------------------------------------
+
+
+@st.composite
+def actions(draw: st.DrawFn, own: list[int], m: int, routes: list, ties: list) -> str:
+    """Draw any cell of a rank that holds the stages `own`."""
+    alone = draw(st.sampled_from([".", "OPTIM", "VALIDATE", ""]))
+    if alone or not own:
+        return alone or "."
+    stage, i = draw(st.sampled_from(own)), draw(st.integers(0, m - 1))
+    op = draw(
+        st.sampled_from(
+            "F B I W SEND_F RECV_F SEND_B RECV_B REDUCE_GRAD UNSHARD RESHARD "
+            "TIE_REDUCE PAIR".split()
+        )
+    )
+    if op in ("REDUCE_GRAD", "UNSHARD", "RESHARD"):
+        return f"{stage}{op}"
+    if op == "TIE_REDUCE":
+        mine = [tie for tie, members in enumerate(ties) if stage in members]
+        return f"{stage}{op}{draw(st.sampled_from(mine))}" if mine else "."
+    if op == "PAIR":
+        back = draw(st.sampled_from(own))
+        kind, j = draw(st.sampled_from("BI")), draw(st.integers(0, m - 1))
+        return f"({stage}F{i};{back}{kind}{j})OVERLAP_F_B"
+    text = f"{stage}{op}{i}"
+    # An activation leaves at the source of a route, its gradient at the target.
+    end = 0 if op in ("SEND_F", "RECV_B") else 1
+    others = [route[1 - end] for route in routes if route[end] == stage]
+    if "_" in op and others and draw(st.booleans()):
+        arrow = ">" if op.startswith("SEND") else "<"
+        text += f"{arrow}{draw(st.sampled_from(others))}"
+    return text
 
 
 @st.composite
@@ -49,21 +81,33 @@ def schedules(draw: st.DrawFn) -> str:
     kind = draw(st.text("abcdefghijklmnopqrstuvwxyz_0123456789", min_size=1))
     text = (
         f"schedule 1 kind={kind} ranks={ranks} stages={stages} microbatches={m} "
-        f"placement={name}\n"
+        f"placement={name}"
     )
+    pair = st.sets(st.integers(0, stages - 1), min_size=2, max_size=2)
+    tie = st.sets(st.integers(0, stages - 1), min_size=2)
+    routes, ties = [], []
+    if stages > 1:
+        routes = sorted({tuple(sorted(r)) for r in draw(st.lists(pair, max_size=3))})
+        ties = [sorted(members) for members in draw(st.lists(tie, max_size=2))]
+    if routes:
+        text += " routes=" + ",".join(f"{a}>{b}" for a, b in routes)
+    if ties:
+        text += " ties=" + ",".join("+".join(map(str, t)) for t in ties)
     for rank in range(ranks):
         own = [s for s in range(stages) if placement[s] == rank]
-        action = st.just(".")
-        if own:
-            action |= st.builds(
-                "{}{}{}".format,
-                st.sampled_from(own),
-                st.sampled_from(["F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]),
-                st.integers(0, m - 1),
-            )
-        cells = draw(st.lists(action, max_size=6))
-        text += " ".join([f"rank {rank}:", *cells]) + "\n"
-    return text
+        cells = draw(st.lists(actions(own, m, routes, ties), max_size=6))
+        text += "\n" + " ".join([f"rank {rank}:", *cells])
+    return text + "\n"
+
+
+def line_of(schedule: Schedule, rank: int) -> str:
+    """Write a row from what `actions` says."""
+    row = iter(schedule.actions(rank))
+    cells = [f"rank {rank}:"]
+    for action in row:
+        text = action.text
+        cells.append(f"({text};{next(row).text})OVERLAP_F_B" if action.paired else text)
+    return " ".join(cells)
 
 
 @settings(max_examples=300, deadline=None)
@@ -73,6 +117,52 @@ def test_text_is_read_back_without_loss(text: str) -> None:
     assert schedule.text == text
     assert Schedule.parse(schedule.text) == schedule
     assert pickle.loads(pickle.dumps(schedule)) == schedule
+    rows = text.splitlines()[1:]
+    assert rows == [line_of(schedule, rank) for rank in range(schedule.ranks)]
+
+
+def test_pickles_hold_the_text_only() -> None:
+    schedule = plan("zbv", 2, 4)
+    restore, arguments = schedule.__reduce__()
+    assert arguments == (schedule.text,) and restore(*arguments) == schedule
+
+
+def test_actions_tell_routes_pairs_and_ties() -> None:
+    schedule = Schedule.parse(
+        "schedule 1 kind=x ranks=1 stages=3 microbatches=2 placement=loop "
+        "routes=0>1,0>2 ties=0+2\n"
+        "rank 0: 0SEND_F1>2 2RECV_F1<0 2SEND_B1>0 0RECV_B1<2 0SEND_F1 "
+        "(0F0;2B1)OVERLAP_F_B 0TIE_REDUCE0 OPTIM\n"
+    )
+    assert schedule.routes == [(0, 1), (0, 2)] and schedule.ties == [[0, 2]]
+    assert schedule.actions(0) == [
+        Action("SEND_F", 0, 1, route=(0, 2)),
+        Action("RECV_F", 2, 1, route=(0, 2)),
+        Action("SEND_B", 2, 1, route=(0, 2)),
+        Action("RECV_B", 0, 1, route=(0, 2)),
+        Action("SEND_F", 0, 1),
+        Action("F", 0, 0, paired=True),
+        Action("B", 2, 1),
+        Action("TIE_REDUCE", 0, 0),
+        Action("OPTIM", 0, 0),
+    ]
+    with pytest.raises(ValueError, match=r"a rank from 0 to 0, but got 1"):
+        schedule.actions(1)
+
+
+def test_routes_and_ties_are_added_and_taken_away() -> None:
+    plain = plan("gpipe", 3, 1)
+    both = plain.with_routes([(1, 2), (0, 2)]).with_ties([(2, 0)])
+    assert both.routes == [(0, 2), (1, 2)] and both.ties == [[0, 2]]
+    assert both.with_routes([]).with_ties([]) == plain
+    for wrong in ([(2, 0)], [(0, 3)], [(-1, 2)], [(0, 2), (0, 2)]):
+        with pytest.raises(ScheduleError, match=r"Schedule: expected .*route"):
+            plain.with_routes(wrong)
+    for wrong in ([(0,)], [()], [(0, 0)], [(0, 3)]):
+        with pytest.raises(ScheduleError, match="expected ties of two or more"):
+            plain.with_ties(wrong)
+    with pytest.raises(ScheduleError, match="expected a schedule that is not lowered"):
+        plain.lower().with_ties([(0, 1)])
 
 
 def test_comments_blank_lines_and_order_do_not_matter() -> None:

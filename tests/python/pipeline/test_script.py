@@ -32,6 +32,21 @@ def replan(kind: str, ranks: int, m: int) -> str:
     return made.text()
 
 
+@torch.jit.script
+def weigh(kind: str, ranks: int, m: int, forward: float) -> tuple[str, float, float]:
+    made = torch.classes.torch_sm3.PipelineSchedule(kind, ranks, 1, m)
+    costs: dict[str, list[float]] = {"F": [forward], "activation_bytes": [8.0]}
+    limits: list[float] = []
+    rule, _, _, _, peaks, _ = made.verify("rendezvous", 1, costs, limits, False)
+    makespan, _, _, _, _, _, _ = made.simulate(costs, "rendezvous", 1, False)
+    return rule, peaks[0], makespan
+
+
+def test_a_scripted_function_verifies_and_simulates() -> None:
+    # 2 warm-up forwards and the one before the first backward; (m + p - 1)(F + B).
+    assert weigh("1f1b", 3, 5, 4.0) == ("none", 24.0, 7 * 6.0)
+
+
 def test_a_scripted_module_keeps_its_schedule_through_save_and_load() -> None:
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(Counter()), file)

@@ -53,6 +53,13 @@ TORCH_SM3_API const std::vector<std::string>& kinds();
 ///     is not, or if a forced group cannot run, with the grid
 TORCH_SM3_API Schedule plan(const PlanOptions& options);
 
+/// Plans all but the rows: kind, sizes, placement, routes, and an empty row for
+/// each rank. Kind `auto` has to plan them all to know.
+///
+/// \param options kind and sizes
+/// \throws std::invalid_argument naming the argument that is wrong
+TORCH_SM3_API Schedule outline(const PlanOptions& options);
+
 /// Plans the row of one rank alone; equal to that row of `plan`. Takes memory
 /// for that row and a few counters per rank, unless a memory limit or a forced
 /// group asks for a look at the whole.
