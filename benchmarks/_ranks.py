@@ -8,6 +8,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,11 +26,12 @@ def _main(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     answers: Any,
+    patience: timedelta | None,
 ) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=patience)
     answer = function(*arguments)
     if rank == 0:
         answers.put(answer)
@@ -37,14 +39,29 @@ def _main(
     dist.destroy_process_group()
 
 
-def run(world: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a module-level function on every rank and return what rank 0 returns."""
+def run(
+    world: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    patience: timedelta | None = None,
+) -> Any:
+    """Call a module-level function on every rank and return what rank 0 returns.
+
+    Args:
+        world: number of ranks.
+        function: what to call.
+        *arguments: what to pass.
+        patience: longest wait for another rank, that of Gloo if None.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = int(listener.getsockname()[1])
     answers = mp.get_context("spawn").SimpleQueue()
     context = spawn(
-        _main, (world, port, function, arguments, answers), nprocs=world, join=False
+        _main,
+        (world, port, function, arguments, answers, patience),
+        nprocs=world,
+        join=False,
     )
     found = []
     while not context.join(timeout=0.1):

@@ -6,6 +6,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 
 #include <algorithm>
 
@@ -50,7 +51,8 @@ Cut::Cut(edge_list roots, variable_list gradients, const Node* entry)
     visit(root.function);
   }
   mark_path([&](const Node& node) { return &node == entry; });
-  if (!any_root_on_path()) {
+  reaches_entry_ = any_root_on_path();
+  if (!reaches_entry_) {
     mark_path(&is_first_layer);
   }
   if (!any_root_on_path()) {
@@ -120,19 +122,20 @@ void Cut::assign(Place& place) {
     const bool parts =
         owns && place.node->post_hooks().empty() && runs_in_parts(*place.node);
     place.role = parts ? Role::kParts : Role::kWhole;
+    // The gradients of a whole layer's weights may be large: they do not wait.
+    place.holds = is_built_in(*place.node) && !is_layer(*place.node);
   }
   const bool waits = place.role == Role::kParts || place.role == Role::kLate;
-  if (waits || is_built_in(*place.node)) {
-    make_late(place, /*accumulators_only=*/!waits);
-  }
-}
-
-void Cut::make_late(const Place& parent, bool accumulators_only) {
-  for (const Edge& edge : parent.node->next_edges()) {
-    if (edge.is_valid() && !at(edge).path &&
-        (!accumulators_only || edge.function->num_outputs() == 0)) {
-      at(edge).role = Role::kLate;
+  for (const Edge& edge : place.node->next_edges()) {
+    if (!edge.is_valid() || at(edge).path) {
+      continue;
     }
+    Place& target = at(edge);
+    const bool accumulator = target.node->num_outputs() == 0;
+    if (waits || (place.holds && accumulator)) {
+      target.role = Role::kLate;
+    }
+    target.holds |= place.holds;
   }
 }
 
@@ -219,13 +222,26 @@ void Cut::redirect(Place& place) {
       changed = true;
     }
   }
-  if (changed) {
-    edited_.push_back(std::move(edited));
+  if (!changed) {
+    return;
+  }
+  edited_.push_back(std::move(edited));
+  // What was done in place on a view: the node of that operation is inside, and
+  // torch checks that it has the same edges but for the first.
+  if (const auto* slices = dynamic_cast<torch::autograd::CopySlices*>(&node)) {
+    edge_list& inner = slices->fn->next_edges();
+    edited_.push_back({slices->fn, inner, {}});
+    std::copy(
+        node.next_edges().begin() + 1,
+        node.next_edges().end(),
+        inner.begin() + 1);
   }
 }
 
 // Nodes that lead to weights only may be shared with other microbatches, such
-// as a transposed weight that a module keeps.
+// as a transposed weight that a module keeps. Those of the path have run: what
+// a layer saved leads back to them, and would keep all that is below them
+// alive.
 void Cut::restore() {
   for (Edited& edited : edited_) {
     edited.node->next_edges() = std::move(edited.edges);
@@ -233,6 +249,8 @@ void Cut::restore() {
   for (Place& place : places_) {
     if (place.partial) {
       place.node->next_edges() = std::move(place.partial->weights);
+    } else if (place.path && reaches_entry_) {
+      place.node->next_edges().clear();
     }
   }
 }

@@ -30,8 +30,9 @@ struct Owed {
 /// - from a node that runs in parts, the edge waits;
 /// - from any other node it is followed in `input`, up to a node that waits
 ///   anyhow because another way leads there from a node that runs in parts, or
-///   up to an accumulator. The gradient is held there. Custom Functions reach
-///   their accumulators in `input` if nothing else waits there.
+///   up to an accumulator. The gradient is held there. What custom Functions
+///   and checkpointed layers send reaches an accumulator in `input`, unless
+///   something else waits there.
 class Cut {
  public:
   /// \param roots     edges from which the backward starts
@@ -52,6 +53,7 @@ class Cut {
     Node* node;
     bool path = false;
     Role role = Role::kEarly;
+    bool holds = false; // what it sends to accumulators in `input`
     OwnerOf<Partial> partial = {};
   };
   struct Edited {
@@ -71,7 +73,6 @@ class Cut {
   bool any_root_on_path() const;
   void assign_roles();
   void assign(Place& place);
-  void make_late(const Place& parent, bool accumulators_only);
   void divide(Place& place);
   void redirect(Place& place);
   void redirect(edge_list& edges);
@@ -83,6 +84,7 @@ class Cut {
   std::vector<Place> places_; // what a node leads to stands before it
   std::unordered_map<const Node*, size_t> index_;
   std::vector<Edited> edited_;
+  bool reaches_entry_ = false;
 };
 
 /// Runs the engine in its plain mode.

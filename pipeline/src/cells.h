@@ -14,6 +14,9 @@
 
 namespace torch_sm3::pipeline {
 
+/// An action has eight bits for the number of its route.
+inline constexpr size_t kMostRoutes = 254;
+
 /// One action, or the two of `(0F3;5B1)OVERLAP_F_B`. A message with a route
 /// names the stage at its other end, because routes may not be known yet.
 struct Cell {
@@ -74,6 +77,13 @@ Schedule parse_head(std::string_view line);
 ///
 /// \param schedule what to describe
 std::string head_of(const Schedule& schedule);
+
+/// Puts routes and the members of ties in ascending order.
+///
+/// \param schedule what holds them
+/// \throws ScheduleError if one goes to an earlier stage or one that is not
+///     there, stands twice, or there are too many
+void sort_routes(Schedule* schedule);
 
 /// Appends the text of an action that is not one half of a pair.
 ///

@@ -38,8 +38,8 @@ class Messages {
       }
       explain_early(rank);
     }
-    if (dependency_) {
-      return dependency_;
+    if (surplus_ || dependency_) {
+      return surplus_ ? surplus_ : dependency_;
     }
     find_missing();
     return missing_ ? missing_ : order_;
@@ -99,7 +99,7 @@ class Messages {
         action.op == Op::kSendForward || action.op == Op::kSendBackward;
     if (!edge.crosses) {
       keep(
-          &missing_,
+          &surplus_,
           {Rule::kMessages,
            "verify: expected messages between stages on different ranks, but "
            "got " +
@@ -112,7 +112,7 @@ class Messages {
     const uint8_t bit = sends ? kSent : kReceived;
     if ((met_[slot] & bit) != 0) {
       keep(
-          &missing_,
+          &surplus_,
           {Rule::kMessages,
            "verify: expected each message once, but got " +
                schedule_.text(action) + " twice on rank " +
@@ -181,9 +181,6 @@ class Messages {
   }
 
   void find_missing() {
-    if (missing_) {
-      return;
-    }
     const uint32_t m = schedule_.microbatches;
     for (uint32_t index = 0; index < program_.edges().size(); ++index) {
       const Edge& edge = program_.edges()[index];
@@ -223,6 +220,8 @@ class Messages {
   std::vector<uint32_t> sent_;
   std::vector<uint32_t> received_;
   std::vector<Early> early_;
+  // In the order in which they are reported.
+  std::optional<Violation> surplus_;
   std::optional<Violation> dependency_;
   std::optional<Violation> missing_;
   std::optional<Violation> order_;

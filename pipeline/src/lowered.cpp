@@ -90,6 +90,11 @@ not_lowered(const Schedule& schedule, const ScheduleError& error, bool full) {
     return failed(schedule, *violation, full);
   }
   const Program program(schedule);
+  // Messages are missing anyway; what counts is the order within each rank.
+  const auto violation = inspect_messages(program);
+  if (violation && violation->rule == Rule::kDependencies) {
+    return failed(schedule, *violation, full);
+  }
   if (auto report = find_stop(program, {Links::kPosted, 1}, true, full)) {
     return *report;
   }

@@ -11,7 +11,6 @@ namespace {
 
 using Words = std::vector<std::string_view>;
 constexpr const char* kBlank = " \t\r";
-constexpr size_t kMostRoutes = 254;
 
 [[noreturn]] void fail(const std::string& expected, std::string_view got) {
   throw ScheduleError(
@@ -85,18 +84,9 @@ parse_routes(std::string_view value, const Schedule& schedule) {
   std::vector<Route> routes;
   for (const std::string_view item : split(value, ",")) {
     const size_t arrow = std::min(item.find('>'), item.size() - 1);
-    const Route route{
-        parse_stage(item.substr(0, arrow), schedule),
-        parse_stage(item.substr(arrow + 1), schedule)};
-    if (route.source >= route.target) {
-      fail("routes <source>><target> to a later stage", item);
-    }
-    routes.push_back(route);
-  }
-  std::sort(routes.begin(), routes.end());
-  if (routes.empty() || routes.size() > kMostRoutes ||
-      std::adjacent_find(routes.begin(), routes.end()) != routes.end()) {
-    fail("1 to " + std::to_string(kMostRoutes) + " routes, each once", value);
+    routes.push_back(
+        {parse_stage(item.substr(0, arrow), schedule),
+         parse_stage(item.substr(arrow + 1), schedule)});
   }
   return routes;
 }
@@ -105,19 +95,10 @@ std::vector<std::vector<uint16_t>>
 parse_ties(std::string_view value, const Schedule& schedule) {
   std::vector<std::vector<uint16_t>> ties;
   for (const std::string_view item : split(value, ",")) {
-    std::vector<uint16_t> members;
+    std::vector<uint16_t>& members = ties.emplace_back();
     for (const std::string_view stage : split(item, "+")) {
       members.push_back(parse_stage(stage, schedule));
     }
-    std::sort(members.begin(), members.end());
-    if (members.size() < 2 ||
-        std::adjacent_find(members.begin(), members.end()) != members.end()) {
-      fail("ties of two or more stages, each once", item);
-    }
-    ties.push_back(std::move(members));
-  }
-  if (ties.empty()) {
-    fail("ties of two or more stages, each once", value);
   }
   return ties;
 }
@@ -182,11 +163,20 @@ Schedule parse_head(std::string_view line) {
       number(take(&keys, "microbatches"), "microbatches", 1, kMost);
   schedule.placement = parse_placement(take(&keys, "placement"), schedule);
   if (keys.count("routes") > 0) {
-    schedule.routes = parse_routes(take(&keys, "routes"), schedule);
+    const std::string_view value = take(&keys, "routes");
+    schedule.routes = parse_routes(value, schedule);
+    if (schedule.routes.empty()) {
+      fail("one route or more", value);
+    }
   }
   if (keys.count("ties") > 0) {
-    schedule.ties = parse_ties(take(&keys, "ties"), schedule);
+    const std::string_view value = take(&keys, "ties");
+    schedule.ties = parse_ties(value, schedule);
+    if (schedule.ties.empty()) {
+      fail("one tie or more", value);
+    }
   }
+  sort_routes(&schedule);
   if (!keys.empty()) {
     fail(
         "no key besides kind, ranks, stages, microbatches, placement, routes "

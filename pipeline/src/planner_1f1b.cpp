@@ -26,9 +26,9 @@ Row alternating_row(uint32_t stage, uint32_t m, uint32_t warmup) {
   return row;
 }
 
-// Forwards of warm-up per rank below: one, and those that pass while a message
-// goes down and its answer comes back.
-uint64_t rounds(const PlanOptions& options) {
+} // namespace
+
+uint64_t warmup_rounds(const PlanOptions& options) {
   if (options.warmup >= 0) {
     return static_cast<uint64_t>(options.warmup);
   }
@@ -49,8 +49,6 @@ uint64_t rounds(const PlanOptions& options) {
                  std::min(waits, static_cast<double>(options.microbatches)));
 }
 
-} // namespace
-
 Rows alternating_rows(
     const Sizes& sizes,
     RankRange range,
@@ -66,7 +64,7 @@ Rows alternating_rows(
 std::vector<uint32_t>
 warmups_1f1b(const PlanOptions& options, RankRange range) {
   const uint64_t m = static_cast<uint64_t>(options.microbatches);
-  const uint64_t factor = std::min(rounds(options), m);
+  const uint64_t factor = std::min(warmup_rounds(options), m);
   std::vector<uint32_t> warmups;
   for (uint32_t rank = range.first; rank < range.last; ++rank) {
     const uint64_t below = static_cast<uint64_t>(options.ranks) - 1 - rank;

@@ -41,6 +41,25 @@ compute(Op op, uint32_t stage, uint32_t microbatch, uint8_t flags = 0) {
     const std::string& got,
     const char* argument);
 
+// Says so with the nearest name.
+[[noreturn]] void refuse_kind(const std::string& name);
+
+// Stages per rank of a kind: the usual number, or any.
+struct ChunkRule {
+  uint32_t usual = 1;
+  bool any = false;
+};
+
+Sizes check_sizes(const PlanOptions& options, ChunkRule rule);
+// Everything but the sizes and the costs.
+void check_options(const PlanOptions& options, int64_t stages);
+
+// planner_limits.cpp: whether a schedule must be looked at as a whole, and the
+// look: what cannot run or does not fit becomes a ScheduleError, or is changed
+// until it fits.
+bool needs_whole(const PlanOptions& options);
+Schedule settle(const PlanOptions& options, Schedule schedule);
+
 // A number that reads back as it was, without a fraction if it is whole.
 std::string short_number(double value);
 
@@ -49,6 +68,9 @@ Rows alternating_rows(
     const Sizes& sizes,
     RankRange range,
     const std::vector<uint32_t>& warmups);
+// Forwards of warm-up per rank below: one, and those that pass while a message
+// goes down and its answer comes back.
+uint64_t warmup_rounds(const PlanOptions& options);
 // Forwards of each rank before its first backward.
 std::vector<uint32_t> warmups_1f1b(const PlanOptions& options, RankRange range);
 

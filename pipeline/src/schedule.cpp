@@ -102,4 +102,55 @@ std::string Schedule::text(Action action) const {
   return out;
 }
 
+void sort_routes(Schedule* schedule) {
+  const auto check = [](bool fine, const std::string& expected, auto got) {
+    if (!fine) {
+      throw ScheduleError(
+          "Schedule: expected " + expected + ", but got " + got());
+    }
+  };
+  const std::string below = " below " + std::to_string(schedule->stages);
+  auto& routes = schedule->routes;
+  std::sort(routes.begin(), routes.end());
+  check(
+      routes.size() <= kMostRoutes,
+      "at most " + std::to_string(kMostRoutes) + " routes",
+      [&] { return std::to_string(routes.size()); });
+  for (size_t i = 0; i < routes.size(); ++i) {
+    const auto words = [&] {
+      return joined(std::vector{routes[i].source, routes[i].target}, '>');
+    };
+    check(
+        routes[i].source < routes[i].target &&
+            routes[i].target < schedule->stages,
+        "routes to a later stage" + below,
+        words);
+    check(i == 0 || routes[i - 1] != routes[i], "each route once", words);
+  }
+  for (auto& members : schedule->ties) {
+    std::sort(members.begin(), members.end());
+    check(
+        members.size() >= 2 && members.back() < schedule->stages &&
+            std::adjacent_find(members.begin(), members.end()) == members.end(),
+        "ties of two or more stages" + below + ", each once",
+        [&] { return members.empty() ? "none" : joined(members, '+'); });
+  }
+}
+
+Schedule Schedule::with_routes(
+    std::vector<Route> new_routes,
+    std::vector<std::vector<uint16_t>> new_ties) const {
+  if (lowered()) {
+    throw ScheduleError(
+        "Schedule.with_routes: expected a schedule that is not lowered, but "
+        "got "
+        "one with messages or collectives");
+  }
+  Schedule out = *this;
+  out.routes = std::move(new_routes);
+  out.ties = std::move(new_ties);
+  sort_routes(&out);
+  return out;
+}
+
 } // namespace torch_sm3::pipeline

@@ -7,6 +7,8 @@
 
 #include <torch/custom_class.h>
 
+#include <algorithm>
+
 namespace torch_sm3::pipeline {
 
 PipelineSchedule::PipelineSchedule(
@@ -27,6 +29,29 @@ PipelineSchedule::parse(const std::string& text) {
 c10::intrusive_ptr<PipelineSchedule> PipelineSchedule::lower() const {
   return c10::make_intrusive<PipelineSchedule>(
       as_value_error([&] { return schedule_.lower(); }));
+}
+
+c10::intrusive_ptr<PipelineSchedule> PipelineSchedule::with_routes(
+    const std::vector<std::tuple<int64_t, int64_t>>& routes,
+    const std::vector<std::vector<int64_t>>& ties) const {
+  const auto stage_of = [](int64_t number) {
+    // What is no stage stays none.
+    return static_cast<uint16_t>(std::clamp<int64_t>(number, 0, 0xffff));
+  };
+  std::vector<Route> new_routes;
+  for (const auto& [source, target] : routes) {
+    new_routes.push_back({stage_of(source), stage_of(target)});
+  }
+  std::vector<std::vector<uint16_t>> new_ties;
+  for (const std::vector<int64_t>& members : ties) {
+    std::vector<uint16_t>& stages = new_ties.emplace_back();
+    for (const int64_t member : members) {
+      stages.push_back(stage_of(member));
+    }
+  }
+  return c10::make_intrusive<PipelineSchedule>(as_value_error([&] {
+    return schedule_.with_routes(std::move(new_routes), std::move(new_ties));
+  }));
 }
 
 std::string PipelineSchedule::text() const {
@@ -101,7 +126,15 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
            torch::arg("ranks"),
            torch::arg("chunks"),
            torch::arg("microbatches")})
+      .def_static("plan_with", &PipelineSchedule::plan_with)
+      .def_static("kinds", &PipelineSchedule::kinds)
+      .def_static("partition", &PipelineSchedule::partition)
       .def_static("parse", &PipelineSchedule::parse)
+      .def_static("from_csv", &PipelineSchedule::from_csv)
+      .def("to_csv", &PipelineSchedule::to_csv)
+      .def("with_routes", &PipelineSchedule::with_routes)
+      .def("verify", &PipelineSchedule::verify)
+      .def("simulate", &PipelineSchedule::simulate)
       .def("lower", &PipelineSchedule::lower)
       .def("text", &PipelineSchedule::text)
       .def("kind", &PipelineSchedule::kind)

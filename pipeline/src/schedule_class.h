@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <costs_dict.h>
 #include <torch_sm3/pipeline/schedule.h>
 
 #include <ATen/core/ivalue.h>
@@ -13,8 +14,8 @@
 
 namespace torch_sm3::pipeline {
 
-/// Runs a function; Python knows its schedule errors and wrong arguments as
-/// ValueError.
+/// Runs a function; its wrong arguments are ValueErrors in Python, and so are
+/// schedule errors, whose text begins with `ScheduleError: `.
 ///
 /// \param function what may throw them
 template <class Function>
@@ -24,7 +25,7 @@ auto as_value_error(const Function& function) {
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, error.what());
   } catch (const ScheduleError& error) {
-    TORCH_CHECK_VALUE(false, error.what());
+    TORCH_CHECK_VALUE(false, "ScheduleError: ", error.what());
   }
 }
 
@@ -41,14 +42,48 @@ class PipelineSchedule : public torch::CustomClassHolder {
   explicit PipelineSchedule(Schedule schedule)
       : schedule_(std::move(schedule)) {}
 
+  /// Plans one with all options; the names are those of PlanOptions.
+  static c10::intrusive_ptr<PipelineSchedule> plan_with(
+      std::string kind,
+      int64_t ranks,
+      int64_t microbatches,
+      int64_t chunks,
+      int64_t group_size,
+      const CostsDict& costs,
+      double link_cost,
+      std::vector<double> memory_limit,
+      int64_t split,
+      std::string via,
+      int64_t warmup);
+
+  /// See pipeline::kinds.
+  static std::vector<std::string> kinds();
+
+  /// See pipeline::partition.
+  static std::vector<int64_t> partition(
+      const std::vector<double>& costs,
+      int64_t stages,
+      const std::vector<double>& memory,
+      double limit);
+
   static c10::intrusive_ptr<PipelineSchedule> parse(const std::string& text);
+  static c10::intrusive_ptr<PipelineSchedule>
+  from_csv(const std::string& text, const std::string& kind);
 
   const Schedule& schedule() const {
     return schedule_;
   }
 
   c10::intrusive_ptr<PipelineSchedule> lower() const;
+  /// The schedule with other routes and ties.
+  ///
+  /// \param routes source and target of each
+  /// \param ties   members of each
+  c10::intrusive_ptr<PipelineSchedule> with_routes(
+      const std::vector<std::tuple<int64_t, int64_t>>& routes,
+      const std::vector<std::vector<int64_t>>& ties) const;
   std::string text() const;
+  std::string to_csv(const std::string& dialect) const;
   std::string kind() const;
   int64_t ranks() const;
   int64_t stages() const;
@@ -61,6 +96,37 @@ class PipelineSchedule : public torch::CustomClassHolder {
   /// one cell with the next, of each action of one rank.
   std::vector<std::tuple<std::string, int64_t, int64_t, int64_t, bool>>
   actions(int64_t rank) const;
+
+  /// Rule, message, grid, full grid, peak bytes and where they are reached.
+  std::tuple<
+      std::string,
+      std::string,
+      std::string,
+      std::string,
+      std::vector<double>,
+      std::vector<int64_t>>
+  verify(
+      const std::string& links,
+      int64_t max_pending,
+      const CostsDict& memory,
+      std::vector<double> memory_limit,
+      bool full) const;
+
+  /// Makespan, busy, idle, own idle and peak bytes of each rank, lower bound,
+  /// and start and end of each action of each rank in turn, if asked for.
+  std::tuple<
+      double,
+      std::vector<double>,
+      std::vector<double>,
+      std::vector<double>,
+      std::vector<double>,
+      double,
+      std::vector<std::vector<double>>>
+  simulate(
+      const CostsDict& costs,
+      const std::string& links,
+      int64_t max_pending,
+      bool with_timeline) const;
 
  private:
   Schedule schedule_;

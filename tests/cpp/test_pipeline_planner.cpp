@@ -258,7 +258,7 @@ TEST(Planner, RefusalsNameArgumentAndNearestKind) {
   options.costs.emplace();
   options.costs->stages.resize(2);
   EXPECT_NE(
-      refusal(options).find("expected costs of 1 or 3 stages, but got 2"),
+      refusal(options).find("expected 1 or 3 entries, but got 2"),
       std::string::npos);
 }
 

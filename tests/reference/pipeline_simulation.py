@@ -25,6 +25,7 @@ of the tie. Rules:
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,14 @@ from reference.pipeline_costs import Costs, jitter_of, per
 from reference.pipeline_memory import memory
 
 Rows = list[list[Any]]
+
+
+def added(values: Iterable[float]) -> float:
+    """Add one after another; sum() rounds less from Python 3.12 on."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
 
 
 class Program:
@@ -152,16 +161,14 @@ class Simulator(Program):
             return free, free
         if op[:4] == "SEND":
             return free, max(free, self.slot(action, k, r))
-        ranks = {r}
+        starts = [free]
         if op == "TIE_REDUCE" or (op == "OPTIM" and self.costs.optimizer_waits):
-            ranks = {q for q, row in enumerate(self.rows) if self.find(row, action)}
-        found = {q: k if q == r else self.find(self.rows[q], action)[0] for q in ranks}
-        before = [found[q] - 1 for q in ranks]
-        starts = [self.span(q, j)[1] for q, j in zip(ranks, before, strict=True)]
+            for q, row in enumerate(self.rows):
+                starts += [self.span(q, j - 1)[1] for j in self.find(row, action)]
         return max(starts), max(starts) + self.duration(r, k)
 
     def find(self, row: list[Any], action: Any) -> list[int]:
-        """Return where a collective stands in a row."""
+        """Return where a collective stands in a row, if it does."""
         return [k for k, a in enumerate(row) if a[0] == action[0] and a[2] == action[2]]
 
     def inputs(self, r: int, k: int) -> list[float]:
@@ -190,7 +197,9 @@ class Simulator(Program):
         r, k = self.ends["SEND", value]
         start = self.span(r, k - 1)[1]
         made = self.runs(*value[:2], value[3])
-        if made and value[0] == "F" and self.rows[r][made[1]][4]:
+        if made is None or made[1] > k:
+            raise ValueError(f"deadlock: {value} is sent before it is made")
+        if value[0] == "F" and self.rows[r][made[1]][4]:
             between = [
                 a[0] in ("F", "B", "I", "W") for a in self.rows[r][made[1] + 2 : k]
             ]
@@ -229,7 +238,7 @@ class Simulator(Program):
         return {
             "REDUCE_GRAD": per(c.reduce, s),
             "TIE_REDUCE": per(c.tie, i),
-            "OPTIM": sum(per(c.optimizer, stage) for stage in own) / speed,
+            "OPTIM": added(per(c.optimizer, stage) for stage in own) / speed,
         }.get(op, 0.0)
 
 
@@ -260,7 +269,7 @@ def simulate(*arguments: Any, **options: Any) -> Result:
         for row in run.rows
     ]
     busy = [
-        sum(run.duration(r, k) for k in timed[r] if not run.fused(r, k - 1))
+        added(run.duration(r, k) for k in timed[r] if not run.fused(r, k - 1))
         for r in ranks
     ]
     makespan = max((spans[r][k][1] for r in ranks for k in timed[r]), default=0.0)

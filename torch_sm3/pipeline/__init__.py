@@ -6,18 +6,32 @@ A :class:`Schedule` says what every rank does, :func:`plan` makes one, and a
 """
 
 from torch_sm3.pipeline._faults import PipelineError, ProtocolError
-from torch_sm3.pipeline.runner import PipelineRunner, StepResult
-from torch_sm3.pipeline.schedule import Action, Schedule, ScheduleError, plan
+from torch_sm3.pipeline._result import OptimResult, StepResult
+from torch_sm3.pipeline.costs import Costs
+from torch_sm3.pipeline.planner import kinds, partition, plan
+from torch_sm3.pipeline.runner import PipelineRunner
+from torch_sm3.pipeline.schedule import Action, Schedule, ScheduleError
+from torch_sm3.pipeline.simulator import Report, Simulation, simulate, verify
 from torch_sm3.pipeline.stage import Stage
+from torch_sm3.pipeline.validate import PostValidator
 
 __all__ = [
     "Action",
+    "Costs",
+    "OptimResult",
     "PipelineError",
     "PipelineRunner",
+    "PostValidator",
     "ProtocolError",
+    "Report",
     "Schedule",
     "ScheduleError",
+    "Simulation",
     "Stage",
     "StepResult",
+    "kinds",
+    "partition",
     "plan",
+    "simulate",
+    "verify",
 ]

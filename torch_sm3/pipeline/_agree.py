@@ -4,26 +4,33 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from torch_sm3 import _library
+from torch_sm3.pipeline._loss import REDUCTIONS
+from torch_sm3.pipeline._reduce import REDUCES
+from torch_sm3.pipeline._rows import check_complete, with_extras
+from torch_sm3.pipeline._ties import Member, combined, described, numbered, stages_of
 from torch_sm3.pipeline.schedule import Schedule, ScheduleError
 from torch_sm3.pipeline.stage import Stage
-
-REDUCTIONS = ("mean", "samples", "sum")
 
 
 class Options(NamedTuple):
     """Options of a runner that must be equal on all ranks."""
 
     loss_reduction: str
+    reduce: str | None
+    hook: bool
     batch_dim: int
     timeout: float
     max_pending: int
+    deterministic: bool
+    seed: int
+    share_loss: bool
+    link_delay: tuple[tuple[int, int, float], ...] = ()
 
 
 class _Record(NamedTuple):
@@ -32,58 +39,25 @@ class _Record(NamedTuple):
     options: Options
     version: str
     problem: tuple[str, str] | None
+    routes: list[tuple[int, int]]
+    ties: dict[str, list[Member]]
+    kwargs: list[str]
 
 
-def forward_of(schedule: Schedule) -> Schedule:
-    """Return the schedule that runs the same stages forward only, chunk by chunk."""
-    stages, m = schedule.stages, schedule.microbatches
-    lines = [
-        f"schedule 1 kind=forward ranks={schedule.ranks} stages={stages} "
-        f"microbatches={m} placement={','.join(map(str, schedule.placement))}"
-    ]
-    for rank in range(schedule.ranks):
-        own = [s for s in range(stages) if schedule.placement[s] == rank]
-        cells = [f"{stage}F{i}" for stage in own for i in range(m)]
-        lines.append(f"rank {rank}: " + " ".join(cells))
-    return Schedule.parse("\n".join(lines))
+class Agreement(NamedTuple):
+    """What all ranks know of each other.
 
-
-def steps_of(schedule: Schedule, rank: int) -> list[tuple[str, int, int]]:
-    """Return operation, stage and microbatch of each action that a step runs."""
-    idle = {".", "REDUCE_GRAD", "OPTIM", "VALIDATE", "UNSHARD", "RESHARD"}
-    return [action[:3] for action in schedule.actions(rank) if action.op not in idle]
-
-
-def check_complete(schedule: Schedule) -> None:
-    """Refuse a lowered schedule that leaves out or repeats what a step needs.
-
-    Args:
-        schedule: a lowered schedule.
-
-    Raises:
-        ScheduleError: naming the first action that is missing or too much.
+    Attributes:
+        schedule: with its messages.
+        routes: source and target of all values that skip stages.
+        ties: members of each tied weight.
+        kwargs: names that any stage takes.
     """
-    rows = [steps_of(schedule, rank) for rank in range(schedule.ranks)]
-    got = Counter(action for row in rows for action in row)
-    training = any(op == "B" for op, _, _ in got)
-    place = schedule.placement
-    wanted = Counter[tuple[str, int, int]]()
-    for stage in range(schedule.stages):
-        ops = ["F"] + ["B"] * training
-        for other, first, second in (
-            (stage - 1, "RECV_F", "SEND_B"),
-            (stage + 1, "SEND_F", "RECV_B"),
-        ):
-            if 0 <= other < schedule.stages and place[other] != place[stage]:
-                ops += [op for op in (first, second) if training or op[-1] == "F"]
-        wanted.update(
-            (op, stage, i) for op in ops for i in range(schedule.microbatches)
-        )
-    for op, stage, i in sorted((wanted - got) + (got - wanted)):
-        raise ScheduleError(
-            f"Schedule: expected {stage}{op}{i} {wanted[op, stage, i]} times, but got "
-            f"{got[op, stage, i]} (argument 'schedule')"
-        )
+
+    schedule: Schedule
+    routes: list[tuple[int, int]]
+    ties: dict[str, list[Member]]
+    kwargs: frozenset[str]
 
 
 def agree(
@@ -94,7 +68,8 @@ def agree(
     schedule: Schedule,
     loss_fn: Callable[..., Any] | None,
     options: Options,
-) -> Schedule:
+    replicas: dist.ProcessGroup | None,
+) -> Agreement:
     """Check the arguments of a runner on all ranks together.
 
     Args:
@@ -105,34 +80,49 @@ def agree(
         schedule: what every rank is to do.
         loss_fn: loss of the last stage.
         options: the rest.
+        replicas: the ranks with the same stages.
 
     Returns:
-        The schedule with its messages.
+        What all ranks know of each other.
 
     Raises:
         ValueError: the same on all ranks, if anything does not fit on any of them.
     """
-    problem: tuple[str, str] | None = None
-    lowered = schedule
-    try:
-        lowered = schedule.lower()
-        check_complete(lowered)
-        _check(rank, size, stages, schedule, loss_fn, options)
-    except (ValueError, TypeError) as error:
-        problem = type(error).__name__, str(error)
-    digest = hashlib.sha256(lowered.text.encode()).hexdigest()[:12]
-    name = (
+    record = _Record(
         f"{schedule.kind} of {schedule.ranks} ranks and {schedule.microbatches} "
-        f"microbatches ({digest})"
+        "microbatches",
+        hashlib.sha256(schedule.text.encode()).hexdigest()[:12],
+        options,
+        str(_library.BUILD_INFO["version"]),
+        None,
+        [],
+        {},
+        [],
     )
-    version = str(_library.BUILD_INFO["version"])
-    record = _Record(name, digest, options, version, problem)
+    try:
+        _check(rank, size, stages, schedule, loss_fn, options, replicas)
+        pairs = ((s.index, t) for s in stages for to in s.routes.values() for t in to)
+        record = record._replace(
+            routes=sorted(set(pairs)),
+            ties=described(stages, rank),
+            kwargs=sorted({name for stage in stages for name in stage.kwargs}),
+        )
+    except (ValueError, TypeError, RuntimeError) as error:
+        record = record._replace(problem=(type(error).__name__, str(error)))
     records: list[Any] = [record]
     if group is not None:
         records = [None] * size
         dist.all_gather_object(records, record, group=group)
     _compare(records)
-    return lowered
+    routes = sorted(route for other in records for route in other.routes)
+    ties = combined(other.ties for other in records)
+    shared = sorted(stages_of(members) for members in ties.values())
+    shared = [stages for stages in shared if len(stages) > 1]
+    lowered = with_extras(schedule, routes, shared).lower()
+    check_complete(lowered)
+    ties = numbered(ties, lowered.ties)
+    names = frozenset(name for other in records for name in other.kwargs)
+    return Agreement(lowered, routes, ties, names)
 
 
 def _compare(records: list[_Record]) -> None:
@@ -150,8 +140,9 @@ def _compare(records: list[_Record]) -> None:
             )
         if record.digest != first.digest:
             raise ScheduleError(
-                f"PipelineRunner: expected {first.schedule} as on rank 0, but got "
-                f"{record.schedule} on rank {rank} (argument 'schedule')"
+                f"PipelineRunner: expected {first.schedule} ({first.digest}) as on "
+                f"rank 0, but got {record.schedule} ({record.digest}) on rank {rank} "
+                "(argument 'schedule')"
             )
         for field, mine in record.options._asdict().items():
             theirs = getattr(first.options, field)
@@ -163,8 +154,15 @@ def _compare(records: list[_Record]) -> None:
 
 
 _ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error for error in (ValueError, TypeError, ScheduleError)
+    error.__name__: error
+    for error in (ValueError, TypeError, RuntimeError, ScheduleError)
 }
+
+
+def _fail(expected: str, got: Any, argument: str) -> None:
+    raise ValueError(
+        f"PipelineRunner: expected {expected}, but got {got} (argument '{argument}')"
+    )
 
 
 def _check(
@@ -174,15 +172,10 @@ def _check(
     schedule: Schedule,
     loss_fn: Callable[..., Any] | None,
     options: Options,
+    replicas: dist.ProcessGroup | None,
 ) -> None:
-    def fail(expected: str, got: Any, argument: str) -> None:
-        raise ValueError(
-            f"PipelineRunner: expected {expected}, but got {got} "
-            f"(argument '{argument}')"
-        )
-
     if schedule.ranks != size:
-        fail(f"a schedule of {size} ranks", schedule.ranks, "schedule")
+        _fail(f"a schedule of {size} ranks", schedule.ranks, "schedule")
     for stage in stages:
         if not isinstance(stage, Stage):
             raise TypeError(
@@ -192,16 +185,58 @@ def _check(
     indices = sorted(stage.index for stage in stages)
     own = [s for s, place in enumerate(schedule.placement) if place == rank]
     if indices != own:
-        fail(f"the stages {own}, each once", indices, "stages")
-    if loss_fn is None and any(op == "B" for op, _, _ in steps_of(schedule, rank)):
-        fail("a loss_fn for a schedule with backwards", None, "loss_fn")
-    if options.loss_reduction not in REDUCTIONS:
-        fail(
-            f"loss_reduction in {{{', '.join(REDUCTIONS)}}}",
-            repr(options.loss_reduction),
-            "loss_reduction",
-        )
+        _fail(f"the stages {own}, each once", indices, "stages")
+    for stage in stages:
+        for target in (to for targets in stage.routes.values() for to in targets):
+            if target >= schedule.stages:
+                _fail(f"a route to one of {schedule.stages} stages", target, "routes")
+        _check_wrappers(stage, schedule, options)
+    ops = {op for op, *_ in schedule.actions(rank)}
+    if loss_fn is None and ops & {"B", "I"}:
+        _fail("a loss_fn for a schedule with backwards", None, "loss_fn")
+    for name, value, known in (
+        ("loss_reduction", options.loss_reduction, REDUCTIONS),
+        ("reduce", options.reduce, REDUCES),
+    ):
+        if value not in known:
+            names = ", ".join(map(str, known))
+            _fail(f"{name} in {{{names}}}", repr(value), name)
+    if options.hook and replicas is None:
+        _fail("data_parallel, the group of the hook's ranks", None, "data_parallel")
     if not options.timeout > 0:
-        fail("a timeout above 0 s", options.timeout, "timeout")
+        _fail("a timeout above 0 s", options.timeout, "timeout")
     if options.max_pending < 1:
-        fail("max_pending of at least 1", options.max_pending, "max_pending")
+        _fail("max_pending of at least 1", options.max_pending, "max_pending")
+    for source, target, seconds in options.link_delay:
+        if not {source, target} <= set(range(schedule.ranks)) or seconds < 0:
+            expected = f"seconds for pairs of {schedule.ranks} ranks"
+            _fail(expected, {(source, target): seconds}, "link_delay")
+
+
+def _check_wrappers(stage: Stage, schedule: Schedule, options: Options) -> None:
+    """Refuse modules that reduce or shard by themselves without being told how."""
+    if stage.ddp is not None and stage.ddp._comm_hooks and not options.hook:
+        _fail(
+            f"hook=(state, function), since the DistributedDataParallel of stage "
+            f"{stage.index} has a hook that its forward and backward would not call",
+            None,
+            "hook",
+        )
+    if not any(
+        hasattr(m, "_get_fsdp_state") or _is_fsdp1(m) for m in stage.module.modules()
+    ):
+        return
+    rank = schedule.placement[stage.index]
+    if not any(
+        op == "UNSHARD" and s == stage.index for op, s, *_ in schedule.actions(rank)
+    ):
+        raise RuntimeError(
+            f"PipelineRunner: expected UNSHARD and RESHARD actions for stage "
+            f"{stage.index}, since its module is sharded by FSDP, but got a schedule "
+            f"without; add '{stage.index}UNSHARD' before its first forward (argument "
+            "'schedule')"
+        )
+
+
+def _is_fsdp1(module: Any) -> bool:
+    return type(module).__name__ == "FullyShardedDataParallel"

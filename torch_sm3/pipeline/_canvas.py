@@ -21,7 +21,7 @@ def is_dark(color: Color) -> bool:
     linear = [
         x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts
     ]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] < 0.25
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] < 0.179
 
 
 class Canvas(Protocol):

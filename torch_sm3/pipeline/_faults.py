@@ -37,6 +37,7 @@ class PipelineError(RuntimeError):
         failure: the failure that all ranks report.
         others: failures of other ranks in the same step.
         note: what else a reader must know.
+        replica: data-parallel replica of the rank that failed.
 
     Attributes:
         rank: rank that failed.
@@ -47,10 +48,15 @@ class PipelineError(RuntimeError):
             ``TimeoutError`` if a message did not come.
         message: text of the exception.
         others: the other failures of the step, as text.
+        replica: data-parallel replica of the rank that failed, 0 if there is one.
     """
 
     def __init__(
-        self, failure: Failure, others: tuple[str, ...] = (), note: str = ""
+        self,
+        failure: Failure,
+        others: tuple[str, ...] = (),
+        note: str = "",
+        replica: int = 0,
     ) -> None:
         text = f"pipeline: {failure}"
         if others:
@@ -63,6 +69,7 @@ class PipelineError(RuntimeError):
         self.error_type = failure.error_type
         self.message = failure.message
         self.others = others
+        self.replica = replica
 
 
 class ProtocolError(PipelineError):
@@ -90,3 +97,15 @@ class PoisonedError(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
         self.failure = failure
+
+
+class DataExhausted(RuntimeError):
+    """Say that an iterator ended in the middle of a step."""
+
+
+class PeerFailedError(RuntimeError):
+    """Say that this rank cannot go on since another one failed, which reports it."""
+
+
+class GroupLostError(Exception):
+    """End a step after a rank of another group than the links' is gone."""

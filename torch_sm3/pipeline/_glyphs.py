@@ -38,9 +38,9 @@ _GLYPHS: dict[str, tuple[int, str]] = {
     "L": (4, "08 02 42"),
     "M": (4, "02 08 25 48 42"),
     "N": (4, "02 08 42 48"),
-    "O": (4, "~28 08 02 42 48 28"),
+    "O": (5, "~28 08 02 52 58 28"),
     "P": (4, "02 08|~08 48 44 04"),
-    "Q": (4, "~28 08 02 42 48 28|24 42"),
+    "Q": (5, "~28 08 02 52 58 28|34 52"),
     "R": (4, "02 08|~08 48 44 04|24 42"),
     "S": (4, "~47 48 08 05 45 42 02 03"),
     "T": (4, "08 48|28 22"),
@@ -61,7 +61,7 @@ _GLYPHS: dict[str, tuple[int, str]] = {
     "i": (2, "16 12|18 18"),
     "j": (2, "16 12|~12 10 00|18 18"),
     "k": (4, "08 02|36 04|14 42"),
-    "l": (2, "18 12"),
+    "l": (2, "18 14|~14 12 22"),
     "m": (6, "06 02|~04 06 36 34|34 32|~34 36 66 64|64 62"),
     "n": (4, "06 02|~04 06 46 44|44 42"),
     "o": (4, _BOWL),
@@ -121,7 +121,7 @@ def strokes(letter: str) -> tuple[int, tuple[tuple[Point, Point], ...]]:
     width, text = _GLYPHS.get(letter, _UNKNOWN)
     lines: list[tuple[Point, Point]] = []
     for stroke in filter(None, text.split("|")):
-        points = [(float(x), float(y) - 2) for x, y in stroke.lstrip("~").split()]
+        points = [(float(p[0]), float(p[1]) - 2) for p in stroke.lstrip("~").split()]
         points = _rounded(points) if stroke.startswith("~") else points
         lines += itertools.pairwise(points)
     return width, tuple(lines)

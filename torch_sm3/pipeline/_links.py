@@ -139,7 +139,15 @@ class Links:
 
     def hear(self, peer: int) -> Any:
         """Wait for a control message."""
-        structure, tensors, _ = self.take(self.receive(peer, CONTROL, (0, 0), 0))
+        return self.answer(self.ask(peer))
+
+    def ask(self, peer: int) -> int:
+        """Ask for a control message of this call; return a ticket for it."""
+        return self.receive(peer, CONTROL, (0, 0), 0)
+
+    def answer(self, ticket: int) -> Any:
+        """Wait for a control message that was asked for."""
+        structure, tensors, _ = self.take(ticket)
         return unpack(structure, tensors)
 
     def flush(self, seconds: float) -> None:

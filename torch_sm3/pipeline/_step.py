@@ -1,25 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run through a rank's actions, and what it does after a failure."""
+"""One run through a rank's actions: C++ runs them and asks here for user code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from torch_sm3.pipeline._faults import Failure, LinksLostError, PoisonedError
-from torch_sm3.pipeline._links import ACTIVATION, GRADIENT, Links
+from torch_sm3 import _ops
+from torch_sm3.pipeline._faults import Failure, GroupLostError, LinksLostError
+from torch_sm3.pipeline._links import Links
 from torch_sm3.pipeline._values import pack, unpack
+from torch_sm3.pipeline._work import CALLBACKS, COLLECTIVES, Work
+from torch_sm3.pipeline.schedule import Action
 
 Packed = tuple[str, list[torch.Tensor]]
-Gradients = list[torch.Tensor | None]
+
+# What no rank can go on after.
+LOST = (LinksLostError, GroupLostError)
+# How a run of the library stands when it returns; see pipeline/src/machine.h.
+_WAIT, _DONE, _LOST = 0, 2, 3
+# Waits are cut into slices of this length, in seconds, so that Ctrl-C is served.
+_SLICE = 0.2
+_SPLITS: dict[bool | str, str] = {"auto": "auto", True: "always", False: "never"}
 
 
-def same_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is no leaf, so that a stage may change it in place."""
-    return torch.ops.aten._unsafe_view(tensor, tensor.shape)
+class Machines:
+    """Runs of the rows of one rank, each made once.
+
+    Args:
+        rank: this rank.
+        placement: rank of each stage.
+        routes: source and target of values that skip stages.
+        links: links to the other ranks, None if there are none.
+        splits: of each stage of this rank, whether its backward runs in two parts.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        placement: Sequence[int],
+        routes: Sequence[tuple[int, int]],
+        links: Links | None,
+        splits: Mapping[int, bool | str],
+    ) -> None:
+        self.rank = rank
+        self.last = len(placement) - 1
+        self.targets = {stage: [b for a, b in routes if a == stage] for stage in splits}
+        self._placement = list(placement)
+        self._routes = list(routes)
+        self._transport = None if links is None else links.native
+        self._splits = splits
+        self._made: dict[tuple[Action, ...], Any] = {}
+
+    def of(self, row: Sequence[Action]) -> Any:
+        """Return the machine of a row.
+
+        Args:
+            row: actions of this rank.
+        """
+        key = tuple(row)
+        if key not in self._made:
+            items = [
+                (op, stage, i, -1 if route is None else self._routes.index(route))
+                for op, stage, i, route, _ in key
+            ]
+            made = _ops.pipeline_machine_class()(
+                self._placement,
+                self._routes,
+                self.rank,
+                items,
+                self._transport,
+                [*COLLECTIVES, *CALLBACKS, "VALIDATE"],
+            )
+            for stage, split in self._splits.items():
+                made.set_split(stage, _SPLITS[split])
+            self._made[key] = made
+        return self._made[key]
 
 
 class StepRun:
@@ -30,91 +88,99 @@ class StepRun:
     neighbour waits for ever, and the links are as they were before the step.
 
     Args:
-        rank: this rank.
-        placement: rank of each stage.
-        modules: modules of this rank's stages, by stage.
-        links: links to the other ranks, None if there are none.
+        machines: of this rank.
         training: whether backwards follow.
+        trace: whether to stamp the actions.
 
     Attributes:
-        inputs: arguments of stage 0, for each microbatch.
-        finish: turns the last stage's output into its loss, or None.
-        weights: factor of each microbatch's loss in the gradients.
+        work: user code.
+        anew: whether the step is to begin anew, since the one before it was wrong;
+            then the rest of the run was communication only.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        placement: list[int],
-        modules: Mapping[int, Callable[..., Any]],
-        links: Links | None,
-        training: bool,
-    ) -> None:
-        self.rank = rank
-        self.placement = placement
-        self.modules = modules
-        self.links = links
-        self.training = training
-        self.inputs: list[tuple[Any, ...]] = []
-        self.finish: Callable[[Any, int], torch.Tensor | None] | None = None
-        self.weights: list[float] = []
+    work: Work
+
+    def __init__(self, machines: Machines, training: bool, trace: bool = False) -> None:
         self.failure: tuple[Failure, int] | None = None
         self.cause: BaseException | None = None
-        self.poison: Failure | None = None
-        self._tickets: dict[tuple[int, int, int], int] = {}
-        # Results by link class, stage that made them and microbatch, until they are
-        # sent or, where the neighbour is on this rank, used.
-        self._results: dict[tuple[int, int, int], Packed] = {}
-        # What B needs: the tensors that came in and those that went out.
-        self._saved: dict[tuple[int, int], tuple[Gradients, list[torch.Tensor]]] = {}
-        self._compute = {"F": self._forward, "B": self._backward}
+        self.anew = False
+        self._machines = machines
+        self._training = training
+        self._trace = trace
+        self._stamps: list[list[int]] = []
+        self._poisoned = False
 
     def fail(self, failure: Failure, index: int, cause: BaseException) -> None:
         """Note that this rank failed; what follows is only communication."""
         self.failure = failure, index
         self.cause = cause
-        self._forget()
 
-    def run(self, actions: list[tuple[str, int, int]]) -> None:
+    def run(self, row: Iterable[Action]) -> None:
         """Do all actions in order.
 
         Args:
-            actions: operation, stage and microbatch of each.
+            row: actions of this rank.
 
         Raises:
             LinksLostError: if a peer is gone; then the links are of no use any more.
+            GroupLostError: if a rank of another group is gone.
         """
-        for index, (op, stage, microbatch) in enumerate(actions):
-            if self.failed:
-                self._pass(op, stage, microbatch)
-                continue
+        row = list(row)
+        machine = self._machines.of(row)
+        machine.trace(self._trace)
+        machine.begin(self._training, [])
+        if self.failure is not None:
+            machine.fail_before(pack(tuple(self.failure[0]), "")[0])
+        answer: list[Packed] = []
+        kind = _WAIT
+        while kind != _DONE:
             try:
-                if op in self._compute:
-                    self._compute[op](stage, microbatch)
-                elif op != ".":
-                    self._message(op, stage, microbatch)
-            except LinksLostError:
+                kind, index, failed, values = machine.resume(answer, _SLICE)
+                answer = []
+                if kind == _LOST:
+                    raise LinksLostError
+                if kind not in (_WAIT, _DONE):
+                    answer = self._ask(machine, row[index], failed, values)
+                del values
+            except LOST:
                 raise
-            except PoisonedError as poison:
-                self.poison = poison.failure
-                self._forget()
-                self._pass(op, stage, microbatch)
             except BaseException as error:
-                failure = Failure(
-                    self.rank,
-                    stage,
-                    microbatch,
-                    f"{stage}{op}{microbatch}",
-                    type(error).__name__,
-                    str(error),
-                )
-                self.fail(failure, index, error)
-                self._pass(op, stage, microbatch)
+                if kind == _DONE:
+                    raise
+                self._note(machine, error)
+                answer = []
+        self._poisoned = machine.failed()
+        self._stamps = machine.stamps()
+
+    def stamps(self) -> list[list[int]]:
+        """Return begin, ready and end of each action in ns, bytes kept, sends pending.
+
+        The clock is that of :func:`time.monotonic_ns`.
+        """
+        return self._stamps
+
+    def attempt(self, place: Failure, index: int, call: Callable[[], None]) -> None:
+        """Do what follows the row, unless this rank failed.
+
+        Args:
+            place: rank, stage, microbatch and action of a failure.
+            index: in place of the action's.
+            call: what to do.
+        """
+        if self.failed:
+            return
+        try:
+            call()
+        except LOST:
+            raise
+        except BaseException as error:
+            name, text = type(error).__name__, str(error)
+            self.fail(place._replace(error_type=name, message=text), index, error)
 
     @property
     def failed(self) -> bool:
         """Whether this rank failed or was poisoned."""
-        return self.failure is not None or self.poison is not None
+        return self.failure is not None or self._poisoned
 
     def report(self) -> tuple[Any, ...] | None:
         """Return this rank's own failure and the index of its action, if it failed."""
@@ -128,139 +194,82 @@ class StepRun:
         own = self.failure is not None and self.failure[0] == failure
         return self.cause if own else None
 
-    def _forget(self) -> None:
-        self._results.clear()
-        self._saved.clear()
+    def _note(self, machine: Any, error: BaseException) -> None:
+        text = str(error).encode("utf-8", "replace").decode()
+        machine.fail(type(error).__name__, text)
+        structure, index = machine.failure()
+        if self.failure is None and structure:
+            self.fail(Failure.read(structure), index, error)
 
-    # --- messages ----------------------------------------------------------
+    # --- user code ---------------------------------------------------------
 
-    def _route(self, op: str, stage: int) -> tuple[int, int, tuple[int, int]]:
-        """Return peer, link class and (source, target) of a message."""
-        forward = op.endswith("F")
-        sends = op.startswith("SEND")
-        other = stage + 1 if forward == sends else stage - 1
-        stages = (stage, other) if sends else (other, stage)
-        return self.placement[other], ACTIVATION if forward else GRADIENT, stages
+    def _ask(
+        self, machine: Any, action: Action, failed: bool, values: list[Packed]
+    ) -> list[Packed]:
+        op, stage, microbatch = action[:3]
+        if op == "F":
+            return self._forward(stage, microbatch, values)
+        if op in COLLECTIVES:
+            self.work.collective(op, stage, microbatch, failed)
+        elif op == "VALIDATE":
+            if self.work.validate():
+                self._begin_anew(machine)
+        elif not failed:
+            self.work.callback(op, stage)
+        return []
 
-    def _message(self, op: str, stage: int, microbatch: int) -> None:
-        assert self.links is not None, "one rank has no messages"
-        peer, link, stages = self._route(op, stage)
-        if op.startswith("RECV"):
-            self._tickets[link, stage, microbatch] = self.links.receive(
-                peer, link, stages, microbatch
-            )
-        else:
-            structure, tensors = self._results[link, stage, microbatch]
-            self.links.send(peer, link, stages, microbatch, structure, tensors)
-            del self._results[link, stage, microbatch]
+    def _begin_anew(self, machine: Any) -> None:
+        """Let the rest of the row be as after a failure, which it is not."""
+        self.anew = True
+        self.failure = self.cause = None
+        why = Failure(self._machines.rank, 0, 0, "VALIDATE", "", "begins anew")
+        machine.abandon(pack(tuple(why), "")[0])
 
-    def _pass(self, op: str, stage: int, microbatch: int) -> None:
-        """Do the communication of an action after a failure, and no more."""
-        if op in self._compute:
-            link = ACTIVATION if op == "F" else GRADIENT
-            ticket = self._tickets.pop((link, stage, microbatch), None)
-            if ticket is not None and self.links is not None:
-                try:
-                    self.links.take(ticket)
-                except PoisonedError:
-                    pass  # another rank that was poisoned or failed by itself
-        elif op.startswith("RECV"):
-            self._message(op, stage, microbatch)
-        elif op.startswith("SEND") and self.links is not None:
-            peer, link, stages = self._route(op, stage)
-            failure = self.failure[0] if self.failure else self.poison
-            assert failure is not None, "only a failure leads here"
-            self.links.poison(peer, link, stages, microbatch, failure)
-
-    def _incoming(
-        self, link: int, stage: int, microbatch: int
-    ) -> tuple[str, list[torch.Tensor], list[bool]]:
-        """Take what another stage made: structure, tensors, which require grad."""
-        key = link, stage, microbatch
-        if key in self._tickets and self.links is not None:
-            try:
-                message = self.links.take(self._tickets[key])
-            except PoisonedError:
-                del self._tickets[key]
-                raise
-            del self._tickets[key]
-            return message
-        source = stage - 1 if link == ACTIVATION else stage + 1
-        structure, tensors = self._results.pop((link, source, microbatch))
-        requires_grad = [tensor.requires_grad for tensor in tensors]
-        if link == ACTIVATION:
-            # A copy, as over a link: the stage may change it in place, and autograd
-            # could not see that the stage before still needs it.
-            tensors = [tensor.detach().clone() for tensor in tensors]
-        return structure, tensors, requires_grad
-
-    # --- compute -----------------------------------------------------------
-
-    def _arguments(
-        self, stage: int, microbatch: int
-    ) -> tuple[tuple[Any, ...], Gradients]:
-        if stage == 0:
-            return self.inputs[microbatch], []
-        structure, tensors, requires_grad = self._incoming(
-            ACTIVATION, stage, microbatch
-        )
-        leaves: Gradients = [None] * len(tensors)
-        if self.training:
-            for i, wanted in enumerate(requires_grad):
-                if wanted:
-                    leaves[i] = tensors[i].requires_grad_()
-                    tensors[i] = same_elements(tensors[i])
-        value = unpack(structure, tensors)
-        return (tuple(value) if type(value) in (tuple, list) else (value,)), leaves
-
-    def _forward(self, stage: int, microbatch: int) -> None:
-        arguments, leaves = self._arguments(stage, microbatch)
-        output = self.modules[stage](*arguments)
-        if stage + 1 == len(self.placement):
-            assert self.finish is not None, "the last stage's rank has a finish"
-            loss = self.finish(output, microbatch)
-            outputs = [] if loss is None else [loss]
-        else:
-            packed = pack(output, f"stage {stage}")
-            self._results[ACTIVATION, stage, microbatch] = packed
-            outputs = packed[1]
-        if self.training:
-            self._saved[stage, microbatch] = leaves, outputs
-
-    def _output_gradients(
-        self, stage: int, microbatch: int, outputs: list[torch.Tensor]
-    ) -> Gradients:
-        if stage + 1 == len(self.placement):
-            return [torch.full_like(x, self.weights[microbatch]) for x in outputs]
-        structure, tensors, _ = self._incoming(GRADIENT, stage, microbatch)
-        gradients: Gradients = list(unpack(structure, tensors))
-        got = [None if g is None else g.shape for g in gradients]
-        if len(gradients) != len(outputs) or any(
-            g is not None and g.shape != x.shape
-            for g, x in zip(gradients, outputs, strict=True)
-        ):
-            raise RuntimeError(
-                f"PipelineRunner: expected gradients of shapes "
-                f"{[tuple(x.shape) for x in outputs]} for stage {stage}, but got {got}"
-            )
-        return gradients
-
-    def _backward(self, stage: int, microbatch: int) -> None:
-        leaves, outputs = self._saved[stage, microbatch]
-        gradients = self._output_gradients(stage, microbatch, outputs)
-        del self._saved[stage, microbatch]
-        roots = [
-            (output, gradient)
-            for output, gradient in zip(outputs, gradients, strict=True)
-            if gradient is not None and output.requires_grad
-        ]
-        if roots:
-            # The casts of the forward are recorded; the backward makes no new ones.
-            cast = torch.is_autocast_enabled("cpu")
-            with torch.autocast("cpu", enabled=False) if cast else nullcontext():
-                torch.autograd.backward(
-                    [output for output, _ in roots], [g for _, g in roots]
-                )
+    def _forward(
+        self, stage: int, microbatch: int, values: list[Packed]
+    ) -> list[Packed]:
+        value, skips = None, {}
         if stage > 0:
-            found = [None if leaf is None else leaf.grad for leaf in leaves]
-            self._results[GRADIENT, stage, microbatch] = pack(found, f"stage {stage}")
+            value = unpack(*values[0])
+            for structure, tensors in values[1:]:
+                skips.update(unpack(structure, tensors))
+        output = self.work.forward(stage, microbatch, value, skips)
+        if stage != self._machines.last:
+            return self._distribute(stage, output)
+        if output is None:
+            return [("N", [])]
+        loss = ("t", [output])
+        if not self._training:
+            return [loss]
+        return [loss, ("t", [self.work.seed(microbatch, output)])]
+
+    def _distribute(self, stage: int, output: Any) -> list[Packed]:
+        """Return the value for the next stage, then that of each route."""
+        owner = f"stage {stage}"
+        targets = self._machines.targets[stage]
+        if not targets:
+            return [pack(output, owner)]
+        routed = []
+        taken: set[str] = set()
+        for target in targets:
+            keys = self.work.keys(stage, target)
+            routed.append(pack(_picked(output, keys, stage), owner))
+            taken.update(keys)
+        rest = {key: x for key, x in output.items() if key not in taken}
+        return [pack(rest, owner), *routed]
+
+
+def _picked(output: Any, keys: list[str], stage: int) -> dict[str, Any]:
+    """Return the routed part of an output."""
+    if type(output) is not dict:
+        raise TypeError(
+            f"PipelineRunner: expected stage {stage} to return a dict with the keys "
+            f"of its routes, but got {type(output).__name__}"
+        )
+    missing = [key for key in keys if key not in output]
+    if missing:
+        raise ValueError(
+            f"PipelineRunner: expected stage {stage} to return a dict with key "
+            f"{missing[0]!r} of its routes, but got keys {list(output)}"
+        )
+    return {key: output[key] for key in keys}

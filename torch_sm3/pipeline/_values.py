@@ -33,36 +33,42 @@ def pack(value: Any, owner: str) -> tuple[str, list[torch.Tensor]]:
             cannot travel.
     """
     tensors: list[torch.Tensor] = []
+    return _walk(value, "output", owner, tensors), tensors
 
-    def walk(item: Any, path: str) -> str:
-        kind = type(item)
-        if isinstance(item, torch.Tensor):
-            if item.layout != torch.strided or item.device.type != "cpu":
-                refuse(f"a {item.layout} tensor on {item.device}", path)
-            tensors.append(item)
-            return "t"
-        if kind in _BRACKETS:
-            left, right = _BRACKETS[kind]
-            inner = (walk(x, f"{path}[{i}]") for i, x in enumerate(item))
-            return left + "".join(inner) + right
-        if kind is dict:
-            for key in item:
-                if type(key) is not str:
-                    refuse(f"a key of type {type(key).__name__}", path)
-            inner = (_scalar(k) + walk(x, f"{path}[{k!r}]") for k, x in item.items())
-            return "{" + "".join(inner) + "}"
-        if item is None or kind in (bool, int, float, str):
-            return _scalar(item)
-        return refuse(kind.__name__, path)
 
-    def refuse(what: str, path: str) -> str:
-        raise TypeError(
-            f"PipelineRunner: expected {owner} to return dense CPU tensors, None, "
-            "bool, int, float, str or tuples, lists and dicts of them, but got "
-            f"{what} at {path}"
+# No closure: one that calls itself would keep the tensors until a collection.
+def _walk(item: Any, path: str, owner: str, tensors: list[torch.Tensor]) -> str:
+    kind = type(item)
+    if isinstance(item, torch.Tensor):
+        if item.layout != torch.strided or item.device.type != "cpu":
+            _refuse(f"a {item.layout} tensor on {item.device}", path, owner)
+        tensors.append(item)
+        return "t"
+    if kind in _BRACKETS:
+        left, right = _BRACKETS[kind]
+        items = enumerate(item)
+        inner = (_walk(x, f"{path}[{i}]", owner, tensors) for i, x in items)
+        return left + "".join(inner) + right
+    if kind is dict:
+        for key in item:
+            if type(key) is not str:
+                _refuse(f"a key of type {type(key).__name__}", path, owner)
+        inner = (
+            _scalar(k) + _walk(x, f"{path}[{k!r}]", owner, tensors)
+            for k, x in item.items()
         )
+        return "{" + "".join(inner) + "}"
+    if item is None or kind in (bool, int, float, str):
+        return _scalar(item)
+    return _refuse(kind.__name__, path, owner)
 
-    return walk(value, "output"), tensors
+
+def _refuse(what: str, path: str, owner: str) -> str:
+    raise TypeError(
+        f"PipelineRunner: expected {owner} to return dense CPU tensors, None, "
+        "bool, int, float, str or tuples, lists and dicts of them, but got "
+        f"{what} at {path}"
+    )
 
 
 def _scalar(item: Any) -> str:

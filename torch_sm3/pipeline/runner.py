@@ -1,46 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a schedule: forward, backward, messages, losses and failures."""
+"""Run a schedule: data, losses, reductions, the optimizer and failures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch.amp import GradScaler
+from torch.optim.optimizer import Optimizer
 
-from torch_sm3.pipeline._agree import Options, agree, forward_of, steps_of
-from torch_sm3.pipeline._batch import Batch, cut, weights
-from torch_sm3.pipeline._faults import (
-    ARGUMENTS,
-    Failure,
-    LinksLostError,
-    PipelineError,
-    lost_error,
-)
-from torch_sm3.pipeline._links import Links, new_group
-from torch_sm3.pipeline._outcome import Answer
-from torch_sm3.pipeline._step import StepRun
+from torch_sm3.pipeline._agree import Options
+from torch_sm3.pipeline._build import Parts
+from torch_sm3.pipeline._data import Given
+from torch_sm3.pipeline._reduce import Hook
+from torch_sm3.pipeline._result import OptimResult, StepResult
+from torch_sm3.pipeline._session import Session
 from torch_sm3.pipeline.schedule import Schedule
 from torch_sm3.pipeline.stage import Stage
-
-
-@dataclass
-class StepResult:
-    r"""Hold what a step or an eval gave.
-
-    Attributes:
-        loss: the loss after ``loss_reduction``, a scalar tensor of equal bits on
-            every rank; None without ``loss_fn``.
-        losses: the loss of each microbatch, on every rank; None without ``loss_fn``.
-        outputs: the last stage's output for each microbatch, detached, on the rank
-            of the last stage and if ``return_outputs`` was set; otherwise None.
-    """
-
-    loss: torch.Tensor | None
-    losses: torch.Tensor | None
-    outputs: list[Any] | None
 
 
 class PipelineRunner:
@@ -52,25 +29,42 @@ class PipelineRunner:
     .. math::
         L = \frac{1}{m} \sum_i \ell_i \;(\text{mean}), \qquad
         L = \sum_i \frac{n_i}{n} \ell_i \;(\text{samples}), \qquad
-        L = \sum_i \ell_i \;(\text{sum})
+        L = \sum_i \ell_i \;(\text{sum}), \qquad
+        L = \frac{\sum_i \ell_i}{\sum_i c_i} \;(\text{tokens})
 
     Gradients are those of :math:`L`, added up in microbatch order; they have the bits
-    of one process that runs the same microbatches in turn.
+    of one process that runs the same microbatches in turn. What was in ``.grad``
+    before is added to and left unscaled.
 
     Args:
         stages: the stages of this rank.
         schedule: what every rank does; messages are added if it has none.
         group: the ranks, all of them if None; used at construction only.
-        loss_fn: ``loss_fn(output, target)`` on the last stage, a scalar tensor.
-        loss_reduction: ``mean``, ``samples`` or ``sum``.
+        loss_fn: ``loss_fn(output, target)`` on the last stage, a scalar tensor. With
+            ``tokens`` it returns the sum :math:`\ell_i` over the tokens, their count
+            :math:`c_i` and, if it likes, a dict of metrics.
+        loss_reduction: ``mean``, ``samples``, ``sum`` or ``tokens``. Tokens are
+            counted over all microbatches and replicas; a total of 0 gives zeros.
+        data_parallel: the ranks that hold the same stages of other replicas.
+        reduce: how gradients are combined over replicas, once per step: ``mean``,
+            ``sum``, ``adasum`` or None for not at all.
+        hook: ``(state, function)``, a communication hook as of DDP that combines them
+            instead, called once for each bucket and step.
         batch_dim: dimension along which batches are cut.
         timeout: longest wait for one message, in seconds, whatever the group's is.
         max_pending: sends of one link and class that may be under way at once.
+        deterministic: let random numbers of a stage and microbatch depend on them, the
+            step and ``seed`` only, whatever the schedule.
+        seed: of a deterministic run.
+        share_loss: whether all ranks learn the losses, not only the last stage's.
+        link_delay: seconds by which messages from one rank to another are held back,
+            as ``{(0, 1): 0.05}``: a slow link, for tests and measurements.
 
     Raises:
         ValueError: the same on all ranks, if the stages, the schedule or an option do
             not fit.
         ScheduleError: if the ranks hold different schedules, or one that cannot run.
+        RuntimeError: on a stage that FSDP shards under a schedule without UNSHARD.
 
     Example::
 
@@ -85,7 +79,7 @@ class PipelineRunner:
         >>> x, y = torch.randn(8, 4), torch.randn(8, 1)
         >>> result = runner.step(x, target=y)
         >>> whole = torch.nn.functional.mse_loss(stage.module(x), y)
-        >>> torch.testing.assert_close(result.loss, whole.detach())
+        >>> torch.testing.assert_close(result.loss, whole, check_stride=False)
         >>> runner.close()
 
     1F1B: Narayanan et al., 2021, https://arxiv.org/abs/2104.04473.
@@ -97,58 +91,67 @@ class PipelineRunner:
         schedule: Schedule,
         *,
         group: dist.ProcessGroup | None = None,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
         loss_reduction: str = "mean",
+        data_parallel: dist.ProcessGroup | None = None,
+        reduce: str | None = "mean",
+        hook: Hook | None = None,
         batch_dim: int = 0,
         timeout: float = 60.0,
         max_pending: int = 2,
+        deterministic: bool = False,
+        seed: int = 0,
+        share_loss: bool = True,
+        link_delay: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
         if not isinstance(schedule, Schedule):
             raise TypeError(
                 "PipelineRunner: expected a Schedule, but got "
                 f"{type(schedule).__name__} (argument 'schedule')"
             )
-        options = Options(loss_reduction, batch_dim, timeout, max_pending)
-        distributed = dist.is_available() and dist.is_initialized()
-        size = dist.get_world_size(group) if distributed else 1
-        own_group = new_group(group, timeout) if size > 1 else None
-        self._rank = dist.get_rank(own_group) if own_group is not None else 0
-        try:
-            lowered = agree(
-                own_group, self._rank, size, stages, schedule, loss_fn, options
-            )
-        except BaseException:
-            if own_group is not None:
-                dist.destroy_process_group(own_group)
-            raise
-        self._placement = schedule.placement
-        self._microbatches = schedule.microbatches
-        self._actions = steps_of(lowered, self._rank)
-        self._training = any(op == "B" for op, _, _ in self._actions)
-        self._eval_actions = steps_of(forward_of(schedule).lower(), self._rank)
-        self._modules = {stage.index: stage.module for stage in stages}
-        self._loss_fn = loss_fn
-        self._options = options
-        self._hub = self._placement[-1]
-        self._peers = [rank for rank in range(size) if rank != self._rank]
-        self._steps = 0
-        self._closed = False
-        self._lost: Failure | None = None
-        self._links: Links | None = None
-        if own_group is not None:
-            first = [self._placement.index(rank) for rank in range(size)]
-            self._links = Links(own_group, timeout, max_pending, self._hub, first)
+        options = Options(
+            loss_reduction,
+            reduce,
+            hook is not None,
+            batch_dim,
+            timeout,
+            max_pending,
+            deterministic,
+            seed,
+            share_loss,
+            tuple((*ends, held) for ends, held in (link_delay or {}).items()),
+        )
+        parts = Parts(stages, schedule, group, loss_fn, options, data_parallel, hook)
+        self._session = Session(parts, options, loss_fn)
 
     def step(
-        self, *inputs: Any, target: Any = None, return_outputs: bool = False
+        self,
+        *inputs: Any,
+        target: Any = None,
+        kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        microbatches: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        iterator: Iterator[Any] | None = None,
+        scaler: GradScaler | None = None,
+        return_outputs: bool = False,
     ) -> StepResult:
         r"""Run forward and backward of one batch; gradients are added to ``.grad``.
 
+        Ranks ignore what they do not use: inputs where there is neither stage 0 nor a
+        stage with ``data``, targets where the last stage is not.
+
         Args:
             *inputs: arguments of stage 0, whole batches that are cut along
-                ``batch_dim``; ranks that do not hold stage 0 ignore them.
-            target: second argument of ``loss_fn``, cut in the same way; ranks that do
-                not hold the last stage ignore it.
+                ``batch_dim``.
+            target: second argument of ``loss_fn``, cut in the same way.
+            kwargs: keyword arguments of stages that name them, cut in the same way,
+                or a list of such dicts, one for each microbatch.
+            microbatches: in place of inputs the item of each microbatch, of any shape;
+                a tuple or list is spread over the arguments of stage 0.
+            targets: in place of a target the target of each microbatch.
+            iterator: in place of both, pairs of item and target; ``next`` is called
+                once for each microbatch on each rank that uses data.
+            scaler: scales the loss; pass it to :meth:`optimizer_step`, too.
             return_outputs: keep the last stage's outputs.
 
         Returns:
@@ -157,19 +160,35 @@ class PipelineRunner:
         Raises:
             PipelineError: on every rank and with equal fields, if any of them fails;
                 then every ``.grad`` of the stages is None.
-            ValueError: on every rank, if the batch does not fit.
-            RuntimeError: if the schedule has no backwards, or gradients are off.
+            ValueError: on every rank, if the data does not fit.
+            RuntimeError: if the schedule has no backwards, gradients are off, or
+                another runner is at work on the group.
         """
-        return self._run(inputs, target, return_outputs, evaluation=False)
+        given = Given(inputs, target, kwargs, microbatches, targets, iterator)
+        return self._session.run(given, return_outputs, scaler, evaluation=False)
 
     def eval(
-        self, *inputs: Any, target: Any = None, return_outputs: bool = False
+        self,
+        *inputs: Any,
+        target: Any = None,
+        kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        microbatches: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        iterator: Iterator[Any] | None = None,
+        return_outputs: bool = False,
     ) -> StepResult:
         r"""Run the forwards of one batch without gradients.
+
+        The number of microbatches is that of the lists, or the schedule's, or less if
+        the batch is smaller. Random numbers that it draws are given back.
 
         Args:
             *inputs: as for :meth:`step`.
             target: as for :meth:`step`; without it there is no loss.
+            kwargs: as for :meth:`step`.
+            microbatches: as for :meth:`step`, in any number.
+            targets: as for :meth:`step`.
+            iterator: as for :meth:`step`.
             return_outputs: keep the last stage's outputs.
 
         Returns:
@@ -177,133 +196,91 @@ class PipelineRunner:
 
         Raises:
             PipelineError: on every rank and with equal fields, if any of them fails.
-            ValueError: on every rank, if the batch does not fit.
+            ValueError: on every rank, if the data does not fit.
         """
-        with torch.no_grad():
-            return self._run(inputs, target, return_outputs, evaluation=True)
+        given = Given(inputs, target, kwargs, microbatches, targets, iterator)
+        return self._session.evaluate(given, return_outputs)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        *,
+        max_norm: float | None = None,
+        scaler: GradScaler | None = None,
+        post_validate: bool = False,
+    ) -> OptimResult:
+        r"""Step this rank's optimizer as a part of one optimizer of all stages.
+
+        .. math::
+            \|g\| = \sqrt{\sum_s \sum_{w \in s} \|g_w\|^2}, \qquad
+            g \leftarrow g \cdot \min(1, \text{max\_norm} / \|g\|)
+
+        Collective. A tied weight counts once. If a gradient is infinite or NaN
+        anywhere, with ``max_norm`` or ``scaler``, all ranks skip the step and all
+        scales shrink alike.
+
+        Args:
+            optimizer: any optimizer of this rank's parameters.
+            max_norm: clip the gradients of all stages together to this norm.
+            scaler: the one of :meth:`step`; it is updated here.
+            post_validate: step at once, as if nothing had to be clipped or skipped, and
+                ask the other ranks in the warm-up of the next step, which begins anew
+                if that was wrong. Parameters, state and losses are the same as
+                without. ``.grad`` is None afterwards; :meth:`flush` ends it, before
+                parameters are read, for example.
+
+        Returns:
+            Whether the step was applied, and the norm; with ``post_validate`` neither
+            is known yet, see :meth:`flush`.
+
+        Raises:
+            PipelineError: on every rank, if the optimizer of any fails; those of
+                other ranks may have stepped.
+        """
+        return self._session.optimize(optimizer, max_norm, scaler, post_validate)
+
+    def flush(self) -> OptimResult | None:
+        r"""End an optimizer step with ``post_validate`` before the next step does.
+
+        Collective. :meth:`eval` and :meth:`optimizer_step` do it by themselves.
+
+        Returns:
+            What became of the step; None if there is none to validate.
+
+        Raises:
+            PipelineError: on every rank, if the optimizer of any failed.
+        """
+        return self._session.flush()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        r"""Clear the gradients of this rank's stages; :meth:`step` never does.
+
+        Args:
+            set_to_none: make them None instead of zeros.
+        """
+        self._session.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        r"""Return what a resumed run needs besides parameters and optimizer.
+
+        Returns:
+            The number of steps, on which the random numbers of a deterministic run
+            depend, and the loss scale that all ranks agreed on, None without one.
+        """
+        return {
+            "steps": self._session.steps,
+            "loss_scale": self._session.stepper.loss_scale,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        r"""Go on from what :meth:`state_dict` returned.
+
+        Args:
+            state_dict: the same on all ranks.
+        """
+        self._session.steps = int(state_dict["steps"])
+        self._session.stepper.loss_scale = state_dict["loss_scale"]
 
     def close(self) -> None:
-        r"""End the links and give the process group back. Idempotent."""
-        self._closed = True
-        if self._links is not None:
-            self._links.close()
-
-    # --- one run -----------------------------------------------------------
-
-    def _run(
-        self, inputs: tuple[Any, ...], target: Any, keep: bool, evaluation: bool
-    ) -> StepResult:
-        if self._closed:
-            raise RuntimeError(
-                "PipelineRunner: expected an open runner, but got close()"
-            )
-        if self._lost is not None:
-            raise lost_error(self._lost)
-        if not evaluation and not self._training:
-            raise RuntimeError(
-                "step: expected a schedule with backwards, but got kind forward; "
-                "call eval instead"
-            )
-        self._steps += 1
-        if self._links is not None:
-            self._links.begin(self._steps, evaluation)
-        had_gradients = not evaluation and any(
-            parameter.grad is not None for parameter in self._parameters()
-        )
-        run = StepRun(
-            self._rank, self._placement, self._modules, self._links, not evaluation
-        )
-        batch = Batch(self._loss_fn, keep and self._rank == self._hub)
-        try:
-            self._prepare(run, batch, inputs, target)
-            run.run(self._eval_actions if evaluation else self._actions)
-            answer = self._conclude(run, batch, had_gradients)
-        except BaseException as error:
-            if not evaluation:
-                self._drop_gradients()
-            if self._links is None:
-                raise
-            raise self._give_up(error) from error
-        if answer.failures:
-            if not evaluation:
-                self._drop_gradients()
-            raise answer.error() from run.cause_of(answer.failures[0])
-        return StepResult(answer.loss, answer.losses, batch.outputs)
-
-    def _prepare(
-        self, run: StepRun, batch: Batch, inputs: tuple[Any, ...], target: Any
-    ) -> None:
-        """Check and cut what this rank uses; a wrong argument stops all ranks."""
-        m, dim = self._microbatches, self._options.batch_dim
-        try:
-            if run.training and not torch.is_grad_enabled():
-                raise RuntimeError(
-                    "step: expected gradients to be on, but got torch.no_grad(); call "
-                    "eval for a forward without gradients"
-                )
-            if 0 in self._modules:
-                run.inputs, _ = cut(inputs, m, dim, "inputs")
-            if self._rank == self._hub:
-                if target is None and run.training:
-                    raise ValueError(
-                        "step: expected a target for loss_fn, but got None "
-                        "(argument 'target')"
-                    )
-                if target is not None and self._loss_fn is not None:
-                    batch.targets, sizes = cut(target, m, dim, "target")
-                    batch.weights = weights(self._options.loss_reduction, sizes)
-                run.finish, run.weights = batch.finish, batch.weights
-        except Exception as error:
-            if self._links is None:
-                raise
-            stage = self._placement.index(self._rank)
-            failure = Failure(
-                self._rank, stage, 0, ARGUMENTS, type(error).__name__, str(error)
-            )
-            run.fail(failure, -1, error)
-
-    def _conclude(self, run: StepRun, batch: Batch, had_gradients: bool) -> Answer:
-        """Bring all ranks to the same outcome: failures, or the loss.
-
-        Each rank reports to the hub, the rank of the last stage, which tells all. Of
-        two ranks each tells the other at once, since nobody else has to be heard.
-        """
-        report = run.report(), had_gradients
-        loss, losses = (None, None) if run.failed else batch.reduced()
-        if self._links is None:
-            return Answer.of([report], loss, losses)
-        alone = len(self._peers) == 1
-        if self._rank != self._hub:
-            self._links.tell(self._hub, report)
-            reports, loss, losses = self._links.hear(self._hub)
-            return Answer.of([*reports, report] if alone else reports, loss, losses)
-        if alone:
-            self._links.tell(self._peers[0], ((report,), loss, losses))
-        reports = [report, *(self._links.hear(peer) for peer in self._peers)]
-        if not alone:
-            for peer in self._peers:
-                self._links.tell(peer, (tuple(reports), loss, losses))
-        return Answer.of(reports, loss, losses)
-
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        for module in self._modules.values():
-            yield from module.parameters()
-
-    def _drop_gradients(self) -> None:
-        for parameter in self._parameters():
-            parameter.grad = None
-
-    def _give_up(self, error: BaseException) -> PipelineError:
-        """Return the error of a step after which the links are of no use any more."""
-        assert self._links is not None, "only links are lost"
-        if not isinstance(error, LinksLostError):
-            stage = self._placement.index(self._rank)
-            self._links.fail(
-                Failure(self._rank, stage, 0, "", type(error).__name__, str(error))
-            )
-        failure = self._links.failure()
-        assert failure is not None, "the links are lost"
-        self._lost = failure
-        # The alarm must leave before this process may end.
-        self._links.flush(1.0)
-        return lost_error(failure)
+        r"""End the links and give the process groups back. Idempotent."""
+        self._session.close()

@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from torch_sm3 import _ops
+
+T = TypeVar("T")
+_MARK = "ScheduleError: "
 
 
 class ScheduleError(ValueError):
@@ -47,6 +53,17 @@ class Action(NamedTuple):
         return f"{text}{arrow}{target if self.stage == source else source}"
 
 
+def checked(call: Callable[[], T]) -> T:
+    """Call the library, whose schedule errors reach Python as marked ValueErrors."""
+    try:
+        return call()
+    except ValueError as error:
+        text = str(error)
+        if not text.startswith(_MARK):
+            raise
+        raise ScheduleError(text.removeprefix(_MARK)) from None
+
+
 class Schedule:
     r"""Hold what every rank does in one step: the program of a pipeline.
 
@@ -63,8 +80,9 @@ class Schedule:
     """
 
     def __init__(self, native: Any) -> None:
-        self._native = native
-        self._text: str = native.text()
+        # torch.classes.torch_sm3.PipelineSchedule
+        self.native = native
+        self._text: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -78,10 +96,137 @@ class Schedule:
         Raises:
             ScheduleError: naming row, column and cell of what cannot be read.
         """
-        try:
-            return cls(_ops.pipeline_schedule_class().parse(text))
-        except ValueError as error:
-            raise ScheduleError(str(error)) from None
+        return checked(lambda: cls(_ops.pipeline_schedule_class().parse(text)))
+
+    @classmethod
+    def from_csv(cls, source: str | os.PathLike[str], *, kind: str = "csv") -> Schedule:
+        r"""Read a schedule from CSV: one row per rank, one cell per slot.
+
+        Reads what :meth:`to_csv` writes and what ``torch.distributed.pipelining``
+        writes, with and without communication actions. Unless the first line is
+        ``# schedule 1 …``, ranks, stages, microbatches and placement are inferred from
+        the cells.
+
+        Args:
+            source: the path of a file, or text with at least one line break.
+            kind: name for a schedule whose file does not say it.
+
+        Raises:
+            ScheduleError: naming row, column and cell of what cannot be read, or with
+                a counter-example if the order cannot run.
+
+        Example::
+
+            >>> from torch_sm3.pipeline import Schedule
+            >>> print(Schedule.from_csv("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n").text)
+            schedule 1 kind=csv ranks=2 stages=2 microbatches=2 placement=loop
+            rank 0: 0F0 0F1 . 0B0 0B1
+            rank 1: . 1F0 1B0 1F1 1B1
+            <BLANKLINE>
+        """
+        text = source if isinstance(source, str) and "\n" in source else None
+        if text is None:
+            text = Path(source).read_text(encoding="utf-8")
+        native = _ops.pipeline_schedule_class()
+        return checked(lambda: cls(native.from_csv(text, kind)))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Schedule:
+        r"""Read a schedule from a file in the text form or in CSV.
+
+        Args:
+            path: the file; what it holds is told from its first line.
+
+        Raises:
+            ScheduleError: naming row, column and cell of what cannot be read.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        for line in text.splitlines():
+            if line.split("#")[0].strip():
+                if line.split()[0] == "schedule":
+                    return cls.parse(text)
+                break
+        return cls.from_csv(text + "\n")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        r"""Write the schedule to a file, as CSV if its name ends in ``.csv``.
+
+        Args:
+            path: the file.
+        """
+        csv = Path(path).suffix == ".csv"
+        text = self.to_csv() if csv else self.text
+        Path(path).write_text(text, encoding="utf-8", newline="")
+
+    def to_csv(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        dialect: str = "torch_sm3",
+    ) -> str:
+        r"""Write the schedule as CSV: one row per rank, one cell per slot.
+
+        Args:
+            path: a file to write it to as well.
+            dialect: ``torch_sm3``, which loses nothing, or ``torch``, the words that
+                ``torch.distributed.pipelining`` reads.
+
+        Returns:
+            The text.
+
+        Raises:
+            ScheduleError: if the dialect lacks a word, naming the first action that
+                needs it.
+
+        Example::
+
+            >>> from torch_sm3.pipeline import plan
+            >>> plan("1f1b", ranks=2, microbatches=1).to_csv(dialect="torch")
+            '0F0,0B0\r\n1F0,1B0\r\n'
+        """
+        text: str = checked(lambda: self.native.to_csv(dialect))
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8", newline="")
+        return text
+
+    def with_routes(self, routes: Iterable[tuple[int, int]]) -> Schedule:
+        r"""Return the schedule with values that skip stages.
+
+        Args:
+            routes: source and target stage of each, the target later; they take the
+                place of those there are.
+
+        Raises:
+            ScheduleError: naming what is wrong, or if the schedule holds messages.
+
+        Example::
+
+            >>> from torch_sm3.pipeline import plan
+            >>> schedule = plan("gpipe", ranks=3, microbatches=1).with_routes([(0, 2)])
+            >>> print(*[action.text for action in schedule.lower().actions(2)])
+            2RECV_F0<0 2RECV_F0 2F0 2B0 2SEND_B0 2SEND_B0>0 2REDUCE_GRAD OPTIM
+        """
+        pairs = [(int(source), int(target)) for source, target in routes]
+        return checked(lambda: Schedule(self.native.with_routes(pairs, self.ties)))
+
+    def with_ties(self, ties: Iterable[Sequence[int]]) -> Schedule:
+        r"""Return the schedule with weights that several stages hold.
+
+        Args:
+            ties: the stages that hold each; they take the place of those there are.
+
+        Raises:
+            ScheduleError: naming what is wrong, or if the schedule holds messages.
+
+        Example::
+
+            >>> from torch_sm3.pipeline import plan
+            >>> schedule = plan("1f1b", ranks=2, microbatches=1).with_ties([(0, 1)])
+            >>> print(*[action.text for action in schedule.lower().actions(1)])
+            1RECV_F0 1F0 1B0 1SEND_B0 1TIE_REDUCE0 1REDUCE_GRAD OPTIM
+        """
+        members = [[int(stage) for stage in tie] for tie in ties]
+        return checked(lambda: Schedule(self.native.with_routes(self.routes, members)))
 
     def lower(self) -> Schedule:
         r"""Add the messages and collectives that a compute-only schedule lacks.
@@ -104,50 +249,49 @@ class Schedule:
             rank 0: 0F0 0RECV_B0 0SEND_F0 0B0 0REDUCE_GRAD OPTIM
             rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD OPTIM
         """
-        try:
-            return Schedule(self._native.lower())
-        except ValueError as error:
-            raise ScheduleError(str(error)) from None
+        return checked(lambda: Schedule(self.native.lower()))
 
     @property
     def text(self) -> str:
         r"""Text form; :meth:`parse` reads it back without loss."""
+        if self._text is None:
+            self._text = str(self.native.text())
         return self._text
 
     @property
     def kind(self) -> str:
         r"""Name of the plan, for example ``1f1b``."""
-        return str(self._native.kind())
+        return str(self.native.kind())
 
     @property
     def ranks(self) -> int:
         r"""Number of ranks p."""
-        return int(self._native.ranks())
+        return int(self.native.ranks())
 
     @property
     def stages(self) -> int:
         r"""Number of stages, chunks of all ranks together."""
-        return int(self._native.stages())
+        return int(self.native.stages())
 
     @property
     def microbatches(self) -> int:
         r"""Number of microbatches m."""
-        return int(self._native.microbatches())
+        return int(self.native.microbatches())
 
     @property
     def placement(self) -> list[int]:
         r"""Rank of each stage."""
-        return list(self._native.placement())
+        return list(self.native.placement())
 
     @property
     def routes(self) -> list[tuple[int, int]]:
         r"""Source and target stage of each value that skips stages."""
-        return list(self._native.routes())
+        return list(self.native.routes())
 
     @property
     def ties(self) -> list[list[int]]:
         r"""Stages that hold each tied weight."""
-        return list(self._native.ties())
+        return list(self.native.ties())
 
     def actions(self, rank: int) -> list[Action]:
         r"""Return the actions of a rank in order.
@@ -167,60 +311,17 @@ class Schedule:
         routes = [*self.routes, None]  # -1 is the last one
         return [
             Action(op, stage, microbatch, routes[route], paired)
-            for op, stage, microbatch, route, paired in self._native.actions(rank)
+            for op, stage, microbatch, route, paired in self.native.actions(rank)
         ]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schedule) and self._text == other._text
+        return isinstance(other, Schedule) and self.text == other.text
 
     def __hash__(self) -> int:
-        return hash(self._text)
+        return hash(self.text)
 
     def __repr__(self) -> str:
-        return f"Schedule.parse({self._text!r})"
+        return f"Schedule.parse({self.text!r})"
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return Schedule.parse, (self._text,)
-
-
-def plan(
-    kind: str, ranks: int, microbatches: int, *, chunks: int | None = None
-) -> Schedule:
-    r"""Plan a schedule of p ranks and m microbatches.
-
-    .. math::
-        \text{bubble of gpipe and 1f1b} = (p - 1)(F + B)
-
-    Any m is legal. ``none`` (p = 1) runs forward and backward of each microbatch in
-    turn; ``gpipe`` all forwards, then all backwards; ``1f1b`` warms up with
-    :math:`\min(m, p - 1 - r)` forwards on rank r, alternates and drains, so that rank
-    r never holds more than :math:`\min(p - r, m)` microbatches; ``forward`` runs
-    forwards only, chunk after chunk.
-
-    Args:
-        kind: ``none``, ``gpipe``, ``1f1b`` or ``forward``.
-        ranks: number of ranks p.
-        microbatches: number of microbatches m.
-        chunks: stages per rank; more than one only with ``forward``.
-
-    Returns:
-        A compute-only :class:`Schedule`.
-
-    Raises:
-        ValueError: naming the argument that is wrong.
-
-    Example::
-
-        >>> from torch_sm3.pipeline import plan
-        >>> [a.text for a in plan("gpipe", ranks=2, microbatches=2).actions(1)]
-        ['1F0', '1F1', '1B0', '1B1']
-
-    GPipe: Huang et al., 2019, https://arxiv.org/abs/1811.06965; 1F1B: Narayanan et
-    al., 2021, https://arxiv.org/abs/2104.04473.
-    """
-    if chunks == 0:  # which stands for None in C++
-        raise ValueError(
-            "plan: expected chunks of at least 1, but got 0 (argument 'chunks')"
-        )
-    chunks = 0 if chunks is None else chunks
-    return Schedule(_ops.pipeline_schedule_class()(kind, ranks, chunks, microbatches))
+        return Schedule.parse, (self.text,)

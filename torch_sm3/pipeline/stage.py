@@ -3,43 +3,115 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
 import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+def _refuse(expected: str, got: Any, argument: str, kind: type[Exception]) -> None:
+    raise kind(f"Stage: expected {expected}, but got {got} (argument '{argument}')")
 
 
 class Stage:
-    r"""Name one part of a model and its place in the pipeline.
+    r"""Name one part of a model, its place in the pipeline and what it needs.
+
+    A stage is called with the value of the stage before, a tuple or list spread over
+    its positional arguments, stage 0 with the inputs of the step. Then follow what
+    ``data`` picks, routed values and its own keyword arguments.
 
     Args:
-        module: the part. Stage 0 is called with the inputs of the step, every other
-            with the value of the stage before: a tuple or list is spread over the
-            positional arguments.
+        module: the part. A ``DistributedDataParallel`` is unwrapped: the runner
+            reduces gradients once per step, see its ``data_parallel`` and ``hook``.
         index: number of the stage, from 0.
+        data: ``data(item)`` picks arguments of this stage from a microbatch's item: a
+            dict gives keyword arguments, a tuple or list positional ones, anything
+            else is one argument. Stage 0 takes the item as it is by default.
+        kwargs: names of those ``kwargs`` of a step that this stage takes.
+        routes: key of a dict that the stage returns, to the later stage or stages
+            that take the value as a keyword argument of that name. The rest of the
+            dict goes on to the next stage.
+        split: ``"auto"`` runs the backward in two parts where the schedule asks for
+            it and the stage allows it, ``True`` insists, ``False`` never does.
+        tied: name of a parameter of the module, to the name of the weight that it
+            is; parameters of one name in any stages stay equal.
+        reduce: whether the gradients are reduced over data-parallel replicas.
 
     Raises:
-        TypeError: if ``module`` is no :class:`torch.nn.Module`.
-        ValueError: if ``index`` is negative.
+        TypeError: if an argument is of another kind.
+        ValueError: if ``index`` is negative, a route does not lead to a later stage,
+            or ``tied`` names no parameter.
 
     Example::
 
         >>> import torch
         >>> from torch_sm3.pipeline import Stage
-        >>> Stage(torch.nn.Linear(4, 2), index=0)
+        >>> Stage(torch.nn.Linear(4, 2), index=0, tied={"weight": "embedding"})
         Stage(Linear, index=0)
     """
 
-    def __init__(self, module: torch.nn.Module, index: int) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        index: int,
+        *,
+        data: Callable[[Any], Any] | None = None,
+        kwargs: Iterable[str] = (),
+        routes: Mapping[str, int | Sequence[int]] | None = None,
+        split: bool | str = "auto",
+        tied: Mapping[str, str] | None = None,
+        reduce: bool = True,
+    ) -> None:
         if not isinstance(module, torch.nn.Module):
-            raise TypeError(
-                "Stage: expected a torch.nn.Module, but got "
-                f"{type(module).__name__} (argument 'module')"
-            )
+            _refuse("a torch.nn.Module", type(module).__name__, "module", TypeError)
         if not isinstance(index, int) or index < 0:
-            raise ValueError(
-                f"Stage: expected an index of at least 0, but got {index!r} "
-                "(argument 'index')"
-            )
-        self.module = module
+            _refuse("an index of at least 0", repr(index), "index", ValueError)
+        if data is not None and not callable(data):
+            _refuse("a function of an item", type(data).__name__, "data", TypeError)
+        if isinstance(kwargs, str):
+            _refuse("names of keyword arguments", repr(kwargs), "kwargs", TypeError)
+        if split not in (True, False, "auto"):
+            _refuse("'auto', True or False", repr(split), "split", ValueError)
         self.index = index
+        self.ddp: DistributedDataParallel | None = None
+        if isinstance(module, DistributedDataParallel):
+            self.ddp, module = module, module.module
+        self.module = module
+        self.data = data
+        self.kwargs = tuple(kwargs)
+        self.split = split
+        self.reduce = reduce
+        self.routes = {key: _targets(index, to) for key, to in (routes or {}).items()}
+        self.tied = dict(tied or {})
+        known = dict(module.named_parameters(remove_duplicate=False))
+        for name in self.tied:
+            if name not in known:
+                _refuse("a parameter's name", repr(name), "tied", ValueError)
+
+    def parameter(self, name: str) -> torch.nn.Parameter:
+        """Return the parameter of a dotted name, such as one in ``tied``."""
+        return self.module.get_parameter(name)
+
+    def keys_to(self, target: int) -> list[str]:
+        """Return the keys whose values are routed to a stage."""
+        return [key for key, to in self.routes.items() if target in to]
 
     def __repr__(self) -> str:
         return f"Stage({type(self.module).__name__}, index={self.index})"
+
+
+def _targets(index: int, to: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the targets of a route in order, each once."""
+    targets = (to,) if isinstance(to, int) else tuple(to)
+    for target in targets:
+        if not isinstance(target, int):
+            _refuse("the number of a stage", type(target).__name__, "routes", TypeError)
+        if target <= index:
+            _refuse(
+                f"a route from stage {index} to a later one",
+                target,
+                "routes",
+                ValueError,
+            )
+    return tuple(sorted(set(targets)))

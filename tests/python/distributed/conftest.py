@@ -1,18 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks for the tests of this folder, shared by all of them."""
-
-from collections.abc import Iterator
+"""Ranks for the tests of this folder, in each number."""
 
 import pytest
-from helpers.adasum_pool import Pool, Pools
-
-
-@pytest.fixture(scope="session")
-def pools() -> Iterator[Pools]:
-    """Pools of ranks by world size."""
-    pools = Pools()
-    yield pools
-    pools.close()
+from helpers.pool import Pool, Pools
 
 
 @pytest.fixture(

@@ -6,7 +6,7 @@ import re
 import pytest
 from helpers import adasum_ranks_failures as ranks
 from helpers.adasum_expect import assert_adasum
-from helpers.adasum_pool import Pool
+from helpers.pool import Pool
 from helpers.processes import free_port
 
 # A rank must know of a failure within the timeout of its state and 5 s.

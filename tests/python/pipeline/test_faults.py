@@ -90,7 +90,7 @@ def next_step_is_undisturbed(armed: Armed, runner: PipelineRunner, rank: int) ->
     """Compare the next step with the one of a process that never failed."""
     tokens, target = make_batch(8)
     armed.at = None
-    whole = make_stages(len(runner._placement))
+    whole = make_stages(dist.get_world_size())
     expected, _ = single_process(whole, tokens, target, 4)
     result = runner.step(tokens, target=target)
     return torch.equal(result.loss, expected) and all(
@@ -400,7 +400,7 @@ def construct(rank: int, ranks: int, case: str) -> tuple[str, str]:
         elif case == "loss_fn":
             options["loss_fn"] = None
         elif case == "reduction":
-            options["loss_reduction"] = "tokens"
+            options["loss_reduction"] = "median"
     error = caught(ValueError, PipelineRunner, stages, schedule, **options)
     # The group is still good for a runner that fits.
     make_runner(rank, ranks)[1].close()
@@ -416,7 +416,8 @@ CASES = {
     "twice": r"expected the stages \[1\], each once, but got \[1, 1\] .*, on rank 1",
     "index": r"expected the stages \[1\], each once, but got \[0\] .*, on rank 1",
     "loss_fn": "expected a loss_fn .*, but got None .*, on rank 1",
-    "reduction": "expected loss_reduction in {mean, samples, sum}, but got 'tokens'",
+    "reduction": "expected loss_reduction in {mean, samples, sum, tokens}, but got "
+    "'median'",
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_sm3.pipeline._batch import cut, weights
+from torch_sm3.pipeline._data import cut
 from torch_sm3.pipeline._values import map_tensors, pack, unpack
 
 ONE = torch.ones(1)
@@ -93,20 +93,12 @@ def test_what_cannot_travel_is_named(value: Any, named: str) -> None:
 
 def test_batches_are_cut_as_evenly_as_possible() -> None:
     batch = {"x": torch.arange(16).view(2, 8), "pair": Pair(torch.arange(8)[None], 5)}
-    parts, sizes = cut(batch, 3, 1, "inputs")
-    assert sizes == [3, 3, 2]
+    parts = cut(batch, 3, 1, "inputs")
+    assert [part["x"].shape[1] for part in parts] == [3, 3, 2]
     assert [part["pair"].b for part in parts] == [5, 5, 5]
     assert torch.equal(torch.cat([part["x"] for part in parts], 1), batch["x"])
     assert parts[2]["pair"].a.tolist() == [[6, 7]]
-    assert cut("same", 2, 0, "inputs") == (["same", "same"], [0, 0])
-
-
-def test_weights_of_the_losses() -> None:
-    assert weights("sum", [3, 3, 2]) == [1.0, 1.0, 1.0]
-    assert weights("mean", [3, 3, 2]) == [1 / 3] * 3
-    assert weights("samples", [3, 3, 2]) == [3 / 8, 3 / 8, 2 / 8]
-    with pytest.raises(ValueError, match="to count the samples of"):
-        weights("samples", [0, 0])
+    assert cut("same", 2, 0, "inputs") == ["same", "same"]
     with pytest.raises(ValueError, match="dimension 0"):
         cut(torch.ones(()), 2, 0, "inputs")
 

@@ -43,20 +43,33 @@ TORCH_SM3_API const std::vector<std::string>& kinds();
 
 /// Plans a compute-only schedule; `Schedule::lower` adds the messages.
 ///
-/// Every stage runs its forwards and its backwards in microbatch order.
+/// Every stage runs its forwards, its input gradients and its weight gradients
+/// in microbatch order. A memory limit lowers the warm-up of `1f1b` rank by
+/// rank; other kinds fit or do not. A forced `group_size` is verified.
 ///
 /// \param options kind and sizes
 /// \throws std::invalid_argument naming the argument that is wrong
+/// \throws ScheduleError if the limit is too small, naming the smallest that
+///     is not, or if a forced group cannot run, with the grid
 TORCH_SM3_API Schedule plan(const PlanOptions& options);
 
-/// Plans the row of one rank alone, in memory that does not grow with p; equal
-/// to that row of `plan`.
+/// Plans the row of one rank alone; equal to that row of `plan`. Takes memory
+/// for that row and a few counters per rank, unless a memory limit or a forced
+/// group asks for a look at the whole.
 ///
 /// \param options kind and sizes
 /// \param rank    the rank
 /// \throws std::invalid_argument naming the argument that is wrong
+/// \throws ScheduleError as `plan`
 TORCH_SM3_API std::vector<Action>
 plan_rank(const PlanOptions& options, int64_t rank);
+
+/// Says what a forced group size loses against the planner's own, with the
+/// bubbles of both; empty if nothing.
+///
+/// \param options kind and sizes
+/// \throws as `plan`
+TORCH_SM3_API std::string advice(const PlanOptions& options);
 
 /// Cuts layers into contiguous stages such that the largest is as small as can
 /// be; exact.
@@ -67,6 +80,8 @@ plan_rank(const PlanOptions& options, int64_t rank);
 /// \param limit  bytes that a stage may hold
 /// \return the first layer of each stage
 /// \throws std::invalid_argument naming the argument that is wrong
+/// \throws ScheduleError if no cut keeps the limit, naming the smallest limit
+///     that can be kept
 TORCH_SM3_API std::vector<int64_t> partition(
     const std::vector<double>& costs,
     int64_t stages,

@@ -27,6 +27,12 @@ struct Route {
   friend auto operator<=>(const Route&, const Route&) = default;
 };
 
+/// How a schedule is written as CSV.
+enum class Dialect : uint8_t {
+  kOwn,   ///< everything, under a first line `# schedule 1 ...`
+  kTorch, ///< what torch.distributed.pipelining reads
+};
+
 /// What every rank does, in order: the program of one training step.
 ///
 /// The text form is a line
@@ -63,6 +69,34 @@ struct Schedule {
   /// \param text a schedule
   /// \throws ScheduleError naming row, column and cell of what it cannot read
   TORCH_SM3_API static Schedule parse(std::string_view text);
+
+  /// Writes CSV: one row per rank, one cell per slot, an idle slot is empty.
+  ///
+  /// \param dialect whose words to use
+  /// \throws ScheduleError if the dialect lacks a word, naming the first action
+  ///     that needs it
+  TORCH_SM3_API std::string to_csv(Dialect dialect = Dialect::kOwn) const;
+
+  /// Reads CSV of either dialect, compute-only or with messages. Without the
+  /// first line `# schedule 1 ...` ranks, stages, microbatches, placement and
+  /// routes are inferred from the cells.
+  ///
+  /// \param text what was in the file
+  /// \param kind name for a schedule without that line
+  /// \throws ScheduleError naming row, column and cell of what it cannot read,
+  ///     or with the verifier's counter-example if the order cannot run
+  TORCH_SM3_API static Schedule
+  from_csv(std::string_view text, const std::string& kind = "csv");
+
+  /// Returns the schedule with other routes and ties.
+  ///
+  /// \param routes values that skip stages, each once, to a later stage
+  /// \param ties   two or more stages for each tied weight
+  /// \throws ScheduleError naming what is wrong, or if the schedule holds
+  ///     messages or collectives, which belong to the routes and ties it has
+  TORCH_SM3_API Schedule with_routes(
+      std::vector<Route> routes,
+      std::vector<std::vector<uint16_t>> ties) const;
 
   /// Tells whether any action is a message, REDUCE_GRAD, TIE_REDUCE or OPTIM.
   TORCH_SM3_API bool lowered() const;

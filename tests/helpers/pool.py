@@ -145,7 +145,7 @@ class Pool:
         return codes
 
     def _start(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="adasum_pool")
+        self._folder = tempfile.TemporaryDirectory(prefix="pool")
         port = free_port()
         for rank in range(self.size):
             here, there = self._context.Pipe()

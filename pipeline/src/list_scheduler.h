@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <torch_sm3/pipeline/costs.h>
+#include <torch_sm3/pipeline/schedule.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace torch_sm3::pipeline {
+
+/// How the greedy scheduler decides.
+struct ListPolicy {
+  /// Activations that each rank may hold, in the unit of `weights`.
+  std::vector<double> budgets;
+  /// What an activation of each stage takes.
+  std::vector<double> weights;
+  /// Whether a forward of a later chunk goes before an input gradient.
+  bool forwards_first = false;
+};
+
+/// Schedules F, I and W of a pipeline: a rank that becomes free takes what is
+/// ready, gradients first, forwards of later chunks before those of earlier
+/// ones, and weight gradients when there is nothing else or no room. A chunk
+/// leaves room for one activation of each later chunk of its rank, so that the
+/// oldest microbatch always comes through.
+///
+/// \param shape  stages, placement, routes and microbatches; its rows are
+/// unused
+/// \param costs  of its stages and links
+/// \param policy how to decide; a budget holds at least one activation of each
+///     chunk
+/// \return the rows
+std::vector<std::vector<Action>> schedule_list(
+    const Schedule& shape,
+    const Costs& costs,
+    const ListPolicy& policy);
+
+} // namespace torch_sm3::pipeline

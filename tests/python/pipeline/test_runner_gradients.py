@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses over tokens, data-parallel replicas, hooks and tied weights."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import pipeline_ranks_gradients as ranks_gradients
+from helpers.pool import Pools
+
+
+def test_pipeline_row_15_tokens_are_counted_over_the_step(pools: Pools) -> None:
+    counts = [3, 0, 7, 1]
+    ((wrong, alone),) = pools(1).run(ranks_gradients.tokens, counts)
+    (first, a), (second, b) = pools(2).run(ranks_gradients.tokens, counts)
+    assert wrong == first == second == []
+    wanted = alone[0]
+    pairs = zip(wanted, [*a, *b], strict=True)
+    assert all(one.equal(other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("counts", [[0, 5], [0, 0, 0]])
+def test_pipeline_row_24_masked_microbatches(pools: Pools, counts: list[int]) -> None:
+    for wrong, _ in pools(2).run(ranks_gradients.tokens, counts):
+        assert wrong == []
+
+
+def test_pipeline_row_16_gradients_are_scaled_once(pools: Pools) -> None:
+    assert pools(2).run(ranks_gradients.same_scale) == [[]] * 2
+
+
+def test_losses_may_stay_on_the_last_rank(pools: Pools) -> None:
+    assert pools(3).run(ranks_gradients.quiet) == [[]] * 3
+
+
+def test_a_loss_without_its_count_is_named(pools: Pools) -> None:
+    first, second = pools(2).run(ranks_gradients.wrong_loss)
+    assert first == second
+    assert first.startswith("1F0 TypeError") and "(sum, count)" in first
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("reduce", ["mean", "sum", "adasum", None])
+def test_replicas_reduce_once_per_step(
+    pools: Pools, reduce: str | None, kind: str
+) -> None:
+    assert pools(4).run(ranks_gradients.replicated, reduce, kind) == [[]] * 4
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_tokens_are_counted_over_all_replicas(pools: Pools, reduce: str) -> None:
+    assert pools(4).run(ranks_gradients.replicated_tokens, reduce) == [[]] * 4
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("adasum", [False, True])
+def test_pipeline_row_11_hooks_are_called_once_per_bucket_and_step(
+    pools: Pools, adasum: bool, wrap: bool
+) -> None:
+    for seen, wrong in pools(4).run(ranks_gradients.hooked, "zb_h1", adasum, wrap):
+        assert wrong == []
+        assert seen == [(0, True, True)] * 2
+
+
+def test_a_stage_may_be_left_out_of_the_reduction(pools: Pools) -> None:
+    assert pools(4).run(ranks_gradients.unreduced_stage) == [[]] * 4
+
+
+def test_a_failure_in_one_replica_is_raised_in_all(pools: Pools) -> None:
+    answers = pools(4).run(ranks_gradients.failing_replica)
+    wanted = [
+        (
+            origin % 2,
+            origin % 2,
+            i,
+            f"{origin % 2}{op}{i}",
+            "ArithmeticError",
+            origin // 2,
+        )
+        for origin in range(4)
+        for op, i in (("F", 1), ("B", 3))
+    ]
+    assert answers == [(wanted, [])] * 4
+
+
+@pytest.mark.parametrize(
+    ("placement", "kind"),
+    [
+        ([0, 0, 0, 0], None),
+        ([0, 1, 0, 1], None),
+        ([0, 1, 1, 0], None),
+        ([0, 0, 1, 0], None),
+        ([0, 1, 2, 3], "1f1b"),
+        ([0, 1, 2, 3], "zb_h1"),
+    ],
+)
+def test_tied_weights_are_summed_in_stage_order(
+    pools: Pools, placement: list[int], kind: str | None
+) -> None:
+    ranks = max(placement) + 1
+    answers = pools(ranks).run(ranks_gradients.tied, placement, kind)
+    assert [wrong for wrong, _ in answers] == [[]] * ranks
+    assert len({norm for _, norm in answers}) == 1
+
+
+def test_tied_weights_of_unlike_shapes_are_refused(pools: Pools) -> None:
+    first, second = pools(2).run(ranks_gradients.tied_badly)
+    assert first == second
+    assert "of shape (6,) and torch.float32 as in stage 0, but got (6, 6)" in first
+
+
+def test_a_failure_on_the_rank_of_a_tied_weight(pools: Pools) -> None:
+    assert pools(2).run(ranks_gradients.tied_failure) == [[]] * 2

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong uses of a runner and what it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import pipeline_ranks_precision as ranks_precision
+from helpers.pipeline_chain import batches, chain, runner_of
+from helpers.pool import Pools
+from torch import nn
+
+from torch_sm3.pipeline import Stage, plan
+
+
+def test_two_runners_at_once_on_one_group(pools: Pools) -> None:
+    text = (
+        "PipelineRunner: expected no other call at work on the same group, but got "
+        "one; call one after the other, or give each runner a group of its own"
+    )
+    # The last rank runs the loss, from which it calls the second runner as well.
+    assert pools(2).run(ranks_precision.nested) == [[text], [text] * 3]
+
+
+def test_a_sharded_stage_needs_unshard(pools: Pools) -> None:
+    ((without, with_it),) = pools(1).run(ranks_precision.sharded)
+    assert "expected UNSHARD and RESHARD actions for stage 0" in without
+    assert with_it == "fine"
+
+
+def test_options_are_checked_on_all_ranks(pools: Pools) -> None:
+    first, second = pools(2).run(ranks_precision.wrong_options)
+    assert first == second
+    for text, part in zip(
+        first,
+        [
+            "expected a route to one of 2 stages, but got 5 (argument 'routes')",
+            "expected reduce in {mean, sum, adasum, None}, but got 'median'",
+            "expected data_parallel, the group of the hook's ranks, but got None",
+            "expected 0 as on rank 0, but got 1 on rank 1 (argument 'seed')",
+            "expected False as on rank 0, but got True on rank 1",
+        ],
+        strict=True,
+    ):
+        assert part in text, text
+
+
+def test_backward_of_a_returned_loss_says_what_to_do() -> None:
+    runner = runner_of(chain(1), plan("none", 1, 2), 0)
+    items, targets = batches([2, 2])
+    result = runner.step(torch.cat(items), target=torch.cat(targets))
+    with pytest.raises(
+        RuntimeError, match=r"step has run the backward.*optimizer_step"
+    ):
+        result.loss.backward()
+    with pytest.raises(RuntimeError, match="step has run the backward"):
+        result.losses.sum().backward()
+    assert result.loss.item() == result.loss.detach().item()
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"data": 3}, TypeError, "a function of an item, but got int"),
+        ({"kwargs": "mask"}, TypeError, "names of keyword arguments, but got 'mask'"),
+        ({"split": "never"}, ValueError, "'auto', True or False, but got 'never'"),
+        ({"routes": {"x": 1}}, ValueError, "from stage 1 to a later one, but got 1"),
+        ({"routes": {"x": [0, 2]}}, ValueError, "to a later one, but got 0"),
+        ({"routes": {"x": ["2"]}}, TypeError, "the number of a stage, but got str"),
+        ({"tied": {"no": "x"}}, ValueError, "a parameter's name, but got 'no'"),
+    ],
+)
+def test_stages_check_their_options(
+    options: dict[str, object], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        Stage(nn.Linear(1, 1), 1, **options)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer's step of a rank: with all ranks at once, or validated later."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
+from torch.optim.optimizer import Optimizer
+
+from torch_sm3.pipeline._build import Parts
+from torch_sm3.pipeline._faults import PeerFailedError
+from torch_sm3.pipeline._precision import (
+    Decision,
+    apply,
+    decide,
+    factor_of,
+    judged,
+    record,
+    shrink,
+    squares,
+    unscale,
+)
+from torch_sm3.pipeline._result import OptimResult
+from torch_sm3.pipeline.validate import PostValidator
+
+
+class _Pending(NamedTuple):
+    """A step that was taken and is still to be validated."""
+
+    validator: PostValidator
+    scaler: GradScaler | None
+    scaler_state: dict[str, Any]
+    max_norm: float | None
+    value: tuple[bool, bool, tuple[tuple[int, float], ...]]
+    tickets: list[int]
+    problem: Exception | None
+
+
+class Stepper:
+    """Steps the optimizers of a runner.
+
+    Args:
+        parts: of the runner.
+
+    Attributes:
+        loss_scale: the scale after the last step with a scaler.
+        validator: of the last step that was validated later.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._pending: _Pending | None = None
+        self.loss_scale: float | None = None
+        self.validator: PostValidator | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step is still to be validated; alike on all ranks."""
+        return self._pending is not None
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        max_norm: float | None,
+        scaler: GradScaler | None,
+        problem: Exception | None,
+    ) -> OptimResult:
+        """Step as all ranks decide. Collective.
+
+        Args:
+            optimizer: of this rank's parameters.
+            max_norm: largest norm of all gradients, or None.
+            scaler: that scaled the loss, or None.
+            problem: why this rank cannot step.
+        """
+        parts = self._parts
+        if max_norm is None and scaler is None:
+            if problem is not None:
+                raise problem
+            optimizer.step()
+            return OptimResult(True, None)
+        found, sums = False, None
+        try:
+            found, sums = self._measure(optimizer, max_norm, scaler)
+        except Exception as error:
+            problem = problem or error
+        decision = decide(
+            parts.control, parts.replicas, problem is not None, found, sums
+        )
+        if problem is not None:
+            raise problem
+        if decision.stop:
+            raise PeerFailedError("the optimizer of another rank failed")
+        shrink(parts.gradients.parameters(), factor_of(decision, max_norm))
+        apply(optimizer, scaler, decision.skip)
+        return self._result(decision, scaler)
+
+    def step_first(
+        self, optimizer: Optimizer, max_norm: float | None, scaler: GradScaler | None
+    ) -> OptimResult:
+        """Step as if nothing had to be clipped or skipped, and begin to ask.
+
+        Args:
+            optimizer: of this rank's parameters.
+            max_norm: largest norm of all gradients, or None.
+            scaler: that scaled the loss, or None.
+        """
+        if self.validator is None or self.validator.optimizer is not optimizer:
+            self.validator = PostValidator(optimizer)
+        found, sums, problem = False, None, None
+        state: dict[str, Any] = {}
+        try:
+            found, sums = self._measure(optimizer, max_norm, scaler)
+            self.validator.step(apply=not found)
+            if scaler is not None and scaler.is_enabled():
+                state = scaler.state_dict()
+                record(optimizer, scaler, skip=False)
+                scaler.update()
+        except Exception as error:
+            problem = error
+        value = problem is not None, found, tuple(sums or ())
+        tickets = self._parts.control.post(value)
+        self._pending = _Pending(
+            self.validator, scaler, state, max_norm, value, tickets, problem
+        )
+        return OptimResult(True, None)
+
+    def validate(self) -> tuple[OptimResult | None, bool]:
+        """End the step that was taken first. Collective.
+
+        Returns:
+            What became of it, and whether it was wrong and has been done again.
+
+        Raises:
+            Exception: the optimizer's own, if it failed here.
+            PeerFailedError: if it failed on another rank.
+        """
+        if self._pending is None:
+            return None, False
+        pending, self._pending = self._pending, None
+        validator, scaler, state, max_norm, value, tickets, problem = pending
+        values = self._parts.control.complete(value, tickets)
+        decision = judged(values, self._parts.replicas, max_norm is not None)
+        factor = factor_of(decision, max_norm)
+        if not (decision.stop or decision.skip or factor < 1):
+            validator.confirm()
+            return self._result(decision, scaler), False
+        if problem is not None and not validator.pending:
+            raise problem
+        with validator.taken_back():
+            if scaler is not None and state:
+                scaler.load_state_dict(state)
+                _unscaled(scaler, validator.optimizer)
+            if problem is not None:
+                raise problem
+            if decision.stop:
+                raise PeerFailedError("the optimizer of another rank failed")
+            shrink(self._parts.gradients.parameters(), factor)
+            apply(validator.optimizer, scaler, decision.skip)
+        return self._result(decision, scaler), True
+
+    def _measure(
+        self, optimizer: Optimizer, max_norm: float | None, scaler: GradScaler | None
+    ) -> tuple[bool, list[tuple[int, float]] | None]:
+        """Unscale; return whether there is an infinity here, and sums of squares."""
+        found, sums = False, None
+        if scaler is not None:
+            found = unscale(scaler, optimizer)
+        if max_norm is not None:
+            gradients = self._parts.gradients
+            sums = squares(self._parts.stages, gradients.counted_elsewhere())
+        return found, sums
+
+    def _result(self, decision: Decision, scaler: GradScaler | None) -> OptimResult:
+        if scaler is not None and scaler.is_enabled():
+            self.loss_scale = scaler.get_scale()
+        return OptimResult(not decision.skip, decision.norm)
+
+
+def _unscaled(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Let a scaler know again that an optimizer's gradients are unscaled."""
+    scaler._per_optimizer_states[id(optimizer)] = {
+        "stage": OptState.UNSCALED,
+        "found_inf_per_device": {},
+    }

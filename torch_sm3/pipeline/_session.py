@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step, eval or optimizer step after the other, and how each ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.optim.optimizer import Optimizer
+
+from torch_sm3.pipeline._agree import Options
+from torch_sm3.pipeline._build import Parts
+from torch_sm3.pipeline._data import Feed, Given, count_of
+from torch_sm3.pipeline._faults import (
+    ARGUMENTS,
+    Failure,
+    GroupLostError,
+    LinksLostError,
+    PeerFailedError,
+    PipelineError,
+    lost_error,
+)
+from torch_sm3.pipeline._loss import Losses, guarded
+from torch_sm3.pipeline._optimize import Stepper
+from torch_sm3.pipeline._outcome import Answer, Verdict, settle
+from torch_sm3.pipeline._random import Surroundings, kept
+from torch_sm3.pipeline._result import OptimResult, StepResult
+from torch_sm3.pipeline._rows import with_validation
+from torch_sm3.pipeline._step import LOST, StepRun
+from torch_sm3.pipeline._work import Seeds, StepWork
+
+_NOT_ALONE = (
+    "PipelineRunner: expected no other call at work on the same group, but got one; "
+    "call one after the other, or give each runner a group of its own"
+)
+# Sessions at work, and the groups they work on, each with its thread.
+_busy: dict[Any, int] = {}
+_busy_lock = threading.Lock()
+
+
+class Session:
+    """Runs what the face asks for and knows what became of it.
+
+    Args:
+        parts: of the runner.
+        options: of the runner.
+        loss_fn: of the last stage.
+
+    Attributes:
+        steps: steps that went well.
+        stepper: steps optimizers.
+    """
+
+    def __init__(
+        self, parts: Parts, options: Options, loss_fn: Callable[[Any, Any], Any] | None
+    ) -> None:
+        self.steps = 0
+        self.stepper = Stepper(parts)
+        self._parts = parts
+        self._options = options
+        self._loss_fn = loss_fn
+        self._calls = 0
+        self._closed = False
+        self._lost: Failure | None = None
+
+    def close(self) -> None:
+        """End the links and give the groups back."""
+        self._closed = True
+        self._parts.close()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear the gradients of this rank's stages."""
+        for stage in self._parts.stages.values():
+            stage.module.zero_grad(set_to_none)
+
+    def evaluate(self, given: Given, keep: bool) -> StepResult:
+        """Run forwards only.
+
+        Args:
+            given: the data.
+            keep: whether to keep the outputs.
+        """
+        with torch.no_grad(), kept(self._parts.devices):
+            return self.run(given, keep, None, evaluation=True)
+
+    def run(
+        self, given: Given, keep: bool, scaler: GradScaler | None, evaluation: bool
+    ) -> StepResult:
+        """Run a step or an eval.
+
+        Args:
+            given: the data.
+            keep: whether to keep the outputs.
+            scaler: scales the loss, or None.
+            evaluation: whether it is an eval.
+        """
+        parts = self._parts
+        self._check_open()
+        if not evaluation and not parts.training:
+            raise RuntimeError(
+                "step: expected a schedule with backwards, but got kind forward; "
+                "call eval instead"
+            )
+        if evaluation and self.stepper.pending:
+            self.flush()
+        with self._alone() as problem:
+            self._announce(evaluation)
+            count = parts.microbatches
+            if evaluation:
+                count, wrong = self._count(given)
+                problem = problem or wrong
+            work = StepWork(
+                parts.stages,
+                len(parts.placement) - 1,
+                parts.gradients,
+                scaler,
+                self._seeds(evaluation),
+                lambda: self.stepper.validate()[1],
+            )
+            try:
+                if problem is not None:
+                    raise problem
+                self._fill(work, given, count, evaluation)
+                work.losses = self._losses(work, count, keep)
+            except Exception as error:
+                if parts.links is None and parts.replicas is None:
+                    raise
+                problem = error
+            with self._watched(not evaluation):
+                run, answer = self._attempts(work, problem, evaluation, count, keep)
+            if answer.failures:
+                if not evaluation:
+                    parts.gradients.drop()
+                raise answer.error() from run.cause_of(answer.failures[0].failure)
+        self.steps += not evaluation
+        return self._result(answer, work.losses, evaluation)
+
+    def optimize(
+        self,
+        optimizer: Optimizer,
+        max_norm: float | None,
+        scaler: GradScaler | None,
+        post_validate: bool,
+    ) -> OptimResult:
+        """Step this rank's optimizer as a part of that of all ranks.
+
+        Args:
+            optimizer: of this rank's parameters.
+            max_norm: largest norm of all gradients, or None.
+            scaler: that scaled the loss, or None.
+            post_validate: whether to step first and ask the others later.
+        """
+        if self.stepper.pending:
+            self.flush()
+
+        def act(problem: Exception | None) -> OptimResult:
+            return self.stepper.step(optimizer, max_norm, scaler, problem)
+
+        if not post_validate:
+            return self._together(act)
+        self._check_open()
+        with self._alone() as problem:
+            if problem is not None:
+                raise problem
+            self._announce(evaluation=False)
+            with self._watched(training=False):
+                return self.stepper.step_first(optimizer, max_norm, scaler)
+
+    def flush(self) -> OptimResult | None:
+        """End an optimizer step that was taken first, if there is one."""
+        if not self.stepper.pending:
+            return None
+        return self._together(lambda problem: self.stepper.validate()[0])
+
+    def _together(self, act: Callable[[Exception | None], Any]) -> Any:
+        """Do something on all ranks; where it fails on one, all raise."""
+        parts = self._parts
+        self._check_open()
+        with self._alone() as busy:
+            self._announce(evaluation=False)
+            report: tuple[Any, ...] | None = None
+            cause: BaseException | None = None
+            result: Any = None
+            with self._watched(training=False):
+                try:
+                    result = act(busy)
+                except LOST:
+                    raise
+                except BaseException as error:
+                    cause = error
+                    report = (*self._failure("OPTIM", error), -1)
+                verdict = Verdict() if parts.is_hub else None
+                state = report, False
+                answer = settle(parts.control, parts.replicas, state, verdict)
+            if answer.failures:
+                raise answer.error() from _origin(cause)
+        return result
+
+    # --- a step ------------------------------------------------------------
+
+    def _fill(self, work: StepWork, given: Given, count: int, evaluation: bool) -> None:
+        """Check and cut what this rank uses; a wrong argument stops all ranks."""
+        parts, options = self._parts, self._options
+        if not evaluation and not torch.is_grad_enabled():
+            raise RuntimeError(
+                "step: expected gradients to be on, but got torch.no_grad(); call "
+                "eval for a forward without gradients"
+            )
+        if isinstance(given.kwargs, dict):
+            for name in given.kwargs:
+                if name not in parts.kwargs:
+                    raise ValueError(
+                        f"step: expected kwargs that a stage names, one of "
+                        f"{sorted(parts.kwargs)}, but got {name!r} (argument 'kwargs')"
+                    )
+        work.feed = Feed(given, parts.needs, count, options.batch_dim, not evaluation)
+        work.feed.replays = self.stepper.pending
+
+    def _losses(self, work: StepWork, count: int, keep: bool) -> Losses:
+        options = self._options
+        return Losses(
+            self._loss_fn,
+            options.loss_reduction,
+            options.batch_dim,
+            count,
+            work.feed.targets,
+            keep and self._parts.is_hub,
+        )
+
+    def _attempts(
+        self,
+        work: StepWork,
+        problem: Exception | None,
+        evaluation: bool,
+        count: int,
+        keep: bool,
+    ) -> tuple[StepRun, Answer]:
+        """Run once, and again where the optimizer step before was wrong."""
+        parts = self._parts
+        before = self._surroundings() if self.stepper.pending else None
+        while True:
+            run = StepRun(parts.machines, not evaluation)
+            run.work = work
+            if problem is not None:
+                run.fail(self._failure(ARGUMENTS, problem), -1, problem)
+            answer = self._go(run, work, evaluation, count)
+            if answer is not None:
+                return run, answer
+            assert before is not None, "only a pending step begins anew"
+            before.restore()
+            self._announce(evaluation)
+            if problem is None:
+                work.losses = self._losses(work, count, keep)
+
+    def _go(
+        self, run: StepRun, work: StepWork, evaluation: bool, count: int
+    ) -> Answer | None:
+        """Run the row and bring all ranks to one outcome; None to begin anew."""
+        parts = self._parts
+        gradients = parts.gradients
+        held = not evaluation and gradients.present()
+        row = parts.forward_row(count) if evaluation else parts.row
+        if not evaluation:
+            gradients.begin()
+        run.run(with_validation(row) if self.stepper.pending else row)
+        if run.anew:
+            gradients.restore()
+            return None
+        if not evaluation:
+            run.attempt(self._failure("REDUCE_GRAD", None), len(row), gradients.wait)
+        verdict = None
+        if parts.is_hub and not run.failed:
+            loss, losses = work.losses.reduced()
+            metrics = work.losses.metrics or None
+            verdict = Verdict(loss, losses, metrics, work.losses.total)
+        answer = settle(
+            parts.control,
+            None if evaluation else parts.replicas,
+            (run.report(), held),
+            verdict,
+            self._options.share_loss,
+        )
+        if not evaluation and not answer.failures:
+            gradients.finish(self._divisor(answer))
+        return answer
+
+    def _divisor(self, answer: Answer) -> float | None:
+        """Return what gradients are to be divided by, None if by nothing."""
+        if self._options.loss_reduction == "tokens":
+            assert answer.total is not None, "a step has a loss"
+            return answer.total / self._parts.shrink
+        return answer.verdict.total
+
+    def _result(self, answer: Answer, losses: Losses, evaluation: bool) -> StepResult:
+        known = answer.verdict
+        counted = self._options.loss_reduction == "tokens" and answer.total is not None
+        return StepResult(
+            known.loss if evaluation else guarded(known.loss),
+            known.losses if evaluation else guarded(known.losses),
+            losses.outputs,
+            int(answer.total or 0) if counted else None,
+            known.metrics,
+        )
+
+    def _count(self, given: Given) -> tuple[int, Exception | None]:
+        """Agree on the number of microbatches of an eval; stage 0's rank decides.
+
+        Returns:
+            The number, and why this rank cannot go on with it.
+        """
+        parts, problem = self._parts, None
+        own: int | None = None
+        try:
+            own = count_of(
+                given, parts.needs, parts.microbatches, self._options.batch_dim
+            )
+        except Exception as error:
+            problem = error
+        count = own or parts.microbatches
+        if parts.links is None:
+            return count, problem
+        with self._watched(training=False):
+            heard = parts.control.announce(count, parts.placement)
+        if problem is None and own not in (None, heard):
+            problem = ValueError(
+                f"eval: expected {heard} microbatches as on the rank of stage 0, but "
+                f"got {own} (argument 'targets')"
+            )
+        return heard, problem
+
+    def _surroundings(self) -> Surroundings:
+        modules = [stage.module for stage in self._parts.stages.values()]
+        return Surroundings(modules, self._parts.devices)
+
+    def _seeds(self, evaluation: bool) -> Seeds | None:
+        if not self._options.deterministic:
+            return None
+        return Seeds(self._options.seed, self.steps, evaluation, self._parts.devices)
+
+    # --- begin and end -----------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(
+                "PipelineRunner: expected an open runner, but got close()"
+            )
+        if self._lost is not None:
+            raise lost_error(self._lost)
+
+    def _announce(self, evaluation: bool) -> None:
+        """Let the messages that follow say which call they belong to."""
+        self._calls += 1
+        if self._parts.links is not None:
+            self._parts.links.begin(self._calls, evaluation)
+
+    @contextmanager
+    def _alone(self) -> Iterator[Exception | None]:
+        """Be the only runner at work on the group; yield why this one may not be."""
+        key, thread = self._parts.key, threading.get_ident()
+        with _busy_lock:
+            free = key is None or key not in _busy
+            # From within a call nobody else joins in, so there is nobody to tell.
+            if self in _busy or (not free and _busy[key] == thread):
+                raise RuntimeError(_NOT_ALONE)
+            held = [self, *([key] if free and key is not None else [])]
+            _busy.update(dict.fromkeys(held, thread))
+        try:
+            yield None if free else RuntimeError(_NOT_ALONE)
+        finally:
+            with _busy_lock:
+                for name in held:
+                    del _busy[name]
+
+    @contextmanager
+    def _watched(self, training: bool) -> Iterator[None]:
+        """End the links for good where something else than an action goes wrong."""
+        parts = self._parts
+        try:
+            yield
+        except BaseException as error:
+            if training:
+                parts.gradients.drop(wait=False)
+            if parts.links is None and parts.replicas is None:
+                raise
+            raise self._give_up(error) from error
+
+    def _failure(self, action: str, error: BaseException | None) -> Failure:
+        stage = min(self._parts.stages)
+        name = "" if error is None else type(error).__name__
+        return Failure(self._parts.rank, stage, 0, action, name, str(error or ""))
+
+    def _give_up(self, error: BaseException) -> PipelineError:
+        """Return the error of a call after which the links are of no use any more."""
+        links = self._parts.links
+        failure = self._failure("", error)
+        if isinstance(error, GroupLostError):
+            failure = failure._replace(error_type="PeerLost")
+        if links is not None:
+            if not isinstance(error, LinksLostError):
+                links.fail(failure)
+            failure = links.failure() or failure
+            # The alarm must leave before this process may end.
+            links.flush(1.0)
+        self._lost = failure
+        return lost_error(failure)
+
+
+def _origin(error: BaseException | None) -> BaseException | None:
+    """Return an error if it is the rank's own."""
+    return None if isinstance(error, PeerFailedError) else error

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check schedules and run them on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_sm3.pipeline.costs import Costs
+from torch_sm3.pipeline.planner import _limits
+from torch_sm3.pipeline.schedule import Schedule, ScheduleError, checked
+
+
+@dataclass(frozen=True)
+class Report:
+    r"""Hold what :func:`verify` found.
+
+    Attributes:
+        rule: what the schedule breaks: ``counts``, ``dependencies``, ``messages``,
+            ``deadlock``, ``collectives``, ``memory``, or ``none``.
+        message: what is wrong, in words.
+        grid: a counter-example: columns are ranks, rows steps, stuck cells marked;
+            three steps around each.
+        full_grid: the same with all steps, if asked for.
+        peak_bytes: most memory in use on each rank; exact.
+        peak_actions: text of the action at which it is.
+    """
+
+    rule: str
+    message: str
+    grid: str
+    full_grid: str
+    peak_bytes: list[float]
+    peak_actions: list[str]
+
+    @property
+    def valid(self) -> bool:
+        r"""Whether nothing is wrong."""
+        return self.rule == "none"
+
+    def raise_if_invalid(self) -> None:
+        r"""Raise what is wrong, if anything is.
+
+        Raises:
+            ScheduleError: with the message and the grid.
+        """
+        if not self.valid:
+            raise ScheduleError("\n".join(filter(None, (self.message, self.grid))))
+
+
+def verify(
+    schedule: Schedule,
+    *,
+    links: str = "rendezvous",
+    max_pending: int = 1,
+    memory: Costs | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    full_grid: bool = False,
+) -> Report:
+    r"""Check that a schedule can run, whatever its actions cost.
+
+    Checks that each stage and microbatch has its actions, that each message has its
+    SEND and RECV in one order per link, that nobody waits for ever, that collectives
+    come once, late enough and in one order, and the exact peak of memory. A schedule
+    without messages or collectives is lowered first. Takes time linear in the number
+    of actions.
+
+    Args:
+        schedule: the schedule.
+        links: ``posted``: a SEND never waits; ``rendezvous``: a rank with
+            ``max_pending`` unmatched sends on a link waits at its next SEND;
+            ``blocking``: a rank waits at each SEND until it is matched.
+        max_pending: bound on unmatched sends.
+        memory: bytes of each stage, for the peaks.
+        memory_limit: bytes of each rank; one number for all.
+        full_grid: whether to draw all steps too.
+
+    Returns:
+        A :class:`Report`.
+
+    Raises:
+        ValueError: naming the argument that is wrong.
+
+    Example::
+
+        >>> from torch_sm3.pipeline import Schedule, verify
+        >>> report = verify(Schedule.parse(
+        ...     "schedule 1 kind=x ranks=1 stages=1 microbatches=1 placement=loop\n"
+        ...     "rank 0: 0B0 0F0\n"))
+        >>> report.valid, report.rule
+        (False, 'counts')
+    """
+    rule, message, grid, whole, peaks, places = checked(
+        lambda: schedule.native.verify(
+            links, max_pending, _values(memory), _limits(memory_limit), full_grid
+        )
+    )
+    actions: list[str] = []
+    if any(peaks):
+        lowered = schedule.lower()
+        for rank, place in enumerate(places):
+            row = lowered.actions(rank)
+            actions.append(row[place].text if place < len(row) else ".")
+    return Report(rule, message, grid, whole, list(peaks), actions)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    r"""Hold what :func:`simulate` found, in the unit of the costs.
+
+    Attributes:
+        schedule: the lowered schedule that ran.
+        makespan: when the last action ends.
+        busy: of each rank: time in actions.
+        idle: of each rank: makespan less busy.
+        own_idle: of each rank: from its first start to its last end, less busy.
+        peak_bytes: of each rank.
+        lower_bound: the largest of each rank's work plus the shortest way to and from
+            it.
+    """
+
+    schedule: Schedule
+    makespan: float
+    busy: list[float]
+    idle: list[float]
+    own_idle: list[float]
+    peak_bytes: list[float]
+    lower_bound: float
+    _arguments: tuple[Any, ...]
+
+    def timeline(self) -> list[list[tuple[float, float]]]:
+        r"""Return start and end of each action of each rank of :attr:`schedule`."""
+        found = checked(lambda: self.schedule.native.simulate(*self._arguments, True))
+        return [list(zip(flat[::2], flat[1::2], strict=True)) for flat in found[-1]]
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    links: str = "rendezvous",
+    max_pending: int = 1,
+) -> Simulation:
+    r"""Run a schedule on paper, in time linear in the number of its actions.
+
+    A schedule without messages or collectives is lowered first. Latency counts from
+    the SEND.
+
+    Args:
+        schedule: the schedule.
+        costs: of its actions and links; F = I = W = 1 if None.
+        links: as for :func:`verify`.
+        max_pending: as for :func:`verify`.
+
+    Returns:
+        A :class:`Simulation`.
+
+    Raises:
+        ValueError: naming the argument that is wrong.
+        ScheduleError: if the schedule cannot run to its end.
+
+    Example::
+
+        >>> from torch_sm3.pipeline import Costs, plan, simulate
+        >>> simulate(plan("1f1b", 4, 8), Costs(F=1, I=1, W=1)).makespan
+        33.0
+    """
+    lowered = schedule.lower()
+    arguments = (_values(costs), links, max_pending)
+    found = checked(lambda: lowered.native.simulate(*arguments, False))
+    makespan, busy, idle, own_idle, peak_bytes, lower_bound, _ = found
+    return Simulation(
+        lowered, makespan, busy, idle, own_idle, peak_bytes, lower_bound, arguments
+    )
+
+
+def _values(costs: Costs | None) -> dict[str, list[float]]:
+    return {} if costs is None else costs.values()
