@@ -24,6 +24,7 @@ from torch_sm3.pipeline._command import (
     numbers,
     read_schedule,
 )
+from torch_sm3.pipeline.action import Candidate
 from torch_sm3.pipeline.planner import kinds, plan
 from torch_sm3.pipeline.plot import plot
 from torch_sm3.pipeline.schedule import Schedule, ScheduleError
@@ -46,14 +47,22 @@ def _plan(options: argparse.Namespace) -> int:
         split=options.split,
         via=options.via,
         warmup=options.warmup,
+        rank=options.rank,
     )
+    found = schedule.alternatives
     if options.lower:
         schedule = schedule.lower()
     if options.output is not None:
         schedule.save(options.output)
     if options.json:
-        _print_json(_about(schedule) | {"text": schedule.text})
-    elif options.output is None:
+        content = _about(schedule) | {"text": schedule.text}
+        if found:
+            content["alternatives"] = [x._asdict() for x in found]
+        _print_json(content)
+        return _GOOD
+    if found:
+        print(_candidates(found), file=sys.stderr)
+    if options.output is None:
         print(schedule.text, end="")
     return _GOOD
 
@@ -149,6 +158,14 @@ def _headline(schedule: Schedule) -> str:
         f"{schedule.kind}, {schedule.ranks} ranks, {schedule.stages} stages, "
         f"{schedule.microbatches} microbatches"
     )
+
+
+def _candidates(found: Sequence[Candidate]) -> str:
+    lines = [f"{'':2}{'plan':40} {'makespan':>12} {'peak bytes':>14}"]
+    for one in found:
+        figures = one.refused or f"{one.makespan:>12.6g} {one.peak_bytes:>14.6g}"
+        lines.append(f"{'*' if one.chosen else '':2}{one.plan:40} {figures}")
+    return "\n".join(lines)
 
 
 def _table(schedule: Schedule, ran: Simulation) -> str:
@@ -275,6 +292,7 @@ def _plan_options(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--warmup", type=_count_or_auto, default="auto", help="rounds of 1f1b's warm-up"
     )
+    made.add_argument("--rank", type=int, help="plan the row of this rank alone")
     made.add_argument("--lower", action="store_true", help="add the messages")
     made.add_argument("-o", "--output", type=Path, help="file .csv or .txt")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -149,12 +149,21 @@ def _without_gaps(row: Sequence[Action], stamps: Stamps) -> Stamps:
 # --- collection ------------------------------------------------------------
 
 
+class Talk(Protocol):
+    """A channel for small values between ranks."""
+
+    def tell(self, peer: int, value: Any) -> None:
+        """Send a value."""
+
+    def hear(self, peer: int) -> Any:
+        """Wait for a value."""
+
+
 def collect(
     recorder: Recorder,
     schedule: Schedule,
     rank: int,
-    tell: Callable[[int, Any], None],
-    hear: Callable[[int], Any],
+    links: Talk | None,
     everywhere: bool = False,
 ) -> Trace | None:
     r"""Bring the stamps of all ranks together; every rank calls it.
@@ -165,49 +174,48 @@ def collect(
         recorder: that of this rank.
         schedule: what ran, with its messages.
         rank: this rank.
-        tell: ``tell(peer, value)`` sends a value.
-        hear: ``hear(peer)`` waits for one.
+        links: to the other ranks, None if there are none.
         everywhere: whether all ranks get the trace.
 
     Returns:
         The trace on rank 0, or everywhere; None elsewhere.
     """
-    others = range(1, schedule.ranks)
-    if rank == 0:
+    own = list(recorder.steps)
+    packed = [_pack(own, 0)]
+    if links is not None and rank == 0:
+        others = range(1, schedule.ranks)
         for peer in others:
-            _answer(peer, tell, hear)
-        packed = [_pack(recorder.steps, 0), *(hear(peer) for peer in others)]
+            _answer(peer, links)
+        packed += [links.hear(peer) for peer in others]
         for peer in others if everywhere else ():
-            tell(peer, packed)
-    else:
-        offset = _align(tell, hear)
-        own = [stamps.shifted(offset.nanoseconds) for stamps in recorder.steps]
-        tell(0, _pack(own, offset.error))
+            links.tell(peer, packed)
+    elif links is not None:
+        offset = _align(links)
+        moved = [stamps.shifted(offset.nanoseconds) for stamps in own]
+        links.tell(0, _pack(moved, offset.error))
         if not everywhere:
             return None
-        packed = hear(0)
-    steps = [[_unpack(*stamps) for stamps in own] for _, own in packed]
+        packed = links.hear(0)
+    steps = [[_unpack(*stamps) for stamps in each] for _, each in packed]
     return Trace(schedule, steps, [error for error, _ in packed])
 
 
-def _align(tell: Callable[[int, Any], None], hear: Callable[[int], Any]) -> Offset:
+def _align(links: Talk) -> Offset:
     """Return how far the clock of rank 0 is ahead of this one."""
     samples = []
     for _ in range(_ROUNDS):
         t0 = time.monotonic_ns()
-        tell(0, None)
-        t1, t2 = hear(0)
+        links.tell(0, None)
+        t1, t2 = links.hear(0)
         samples.append((t0, t1, t2, time.monotonic_ns()))
     return estimate_offset(samples)
 
 
-def _answer(
-    peer: int, tell: Callable[[int, Any], None], hear: Callable[[int], Any]
-) -> None:
+def _answer(peer: int, links: Talk) -> None:
     for _ in range(_ROUNDS):
-        hear(peer)
+        links.hear(peer)
         arrived = time.monotonic_ns()
-        tell(peer, (arrived, time.monotonic_ns()))
+        links.tell(peer, (arrived, time.monotonic_ns()))
 
 
 def _pack(steps: Sequence[Stamps], error: int) -> tuple[int, list[Any]]:

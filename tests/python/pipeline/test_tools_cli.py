@@ -90,6 +90,30 @@ def test_plan_as_json(capsys: Out) -> None:
     assert Schedule.parse(found["text"]) == plan("zbv", 2, 4)
 
 
+def test_plan_of_kind_auto_tells_what_it_looked_at(tmp_path: Path, capsys: Out) -> None:
+    line = ["plan", "--kind", "auto", "-p", "2", "-m", "4", "--costs", "1,1,1"]
+    assert main([*line, "--json"]) == 0
+    found = printed(capsys)
+    chosen = [x for x in found["alternatives"] if x["chosen"]]
+    assert len(chosen) == 1 and not chosen[0]["refused"]
+    fitting = [x["makespan"] for x in found["alternatives"] if not x["refused"]]
+    assert chosen[0]["makespan"] == min(fitting)
+    assert main([*line, "-o", str(tmp_path / "s.txt")]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert [x for x in shown.err.splitlines() if x.startswith("*")] != []
+    assert (tmp_path / "s.txt").read_text() == found["text"]
+
+
+def test_plan_of_one_rank_is_that_row(capsys: Out) -> None:
+    line = ["plan", "--kind", "zb_h1", "-p", "3", "-m", "4"]
+    assert main([*line, "--rank", "1"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[2] == plan("zb_h1", 3, 4).text.splitlines()[2]
+    assert rows[1] == "rank 0:" and rows[3] == "rank 2:"
+    assert usage_error(*line, "--rank", "3") == 2
+
+
 # --- verify ----------------------------------------------------------------
 
 

@@ -203,20 +203,19 @@ def test_traces_of_ranks_with_other_clocks_come_together(
         local.ahead = ahead[rank]
         noise = random.Random(rank)
 
-        def tell(peer: int, value: Any) -> None:
-            time.sleep(noise.random() * 1e-4)
-            pipes[rank, peer].put(value)
+        class Links:
+            def tell(self, peer: int, value: Any) -> None:
+                time.sleep(noise.random() * 1e-4)
+                pipes[rank, peer].put(value)
 
-        def hear(peer: int) -> Any:
-            return pipes[peer, rank].get(timeout=60)
+            def hear(self, peer: int) -> Any:
+                return pipes[peer, rank].get(timeout=60)
 
         recorder = Recorder(reference.schedule, rank)
+        row = reference.schedule.actions(rank)
         for stamps in reference.steps[rank]:
-            recorder.start(stamps.step)
-            recorder.fill(*stamps.shifted(ahead[rank])[1:])
-        found[rank] = collect(
-            recorder, reference.schedule, rank, tell, hear, everywhere
-        )
+            recorder.add(stamps.step, row, stamps.shifted(ahead[rank])[1:])
+        found[rank] = collect(recorder, reference.schedule, rank, Links(), everywhere)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
@@ -259,12 +258,12 @@ def test_idle_slots_take_no_time_and_leave_no_span(tmp_path: Path) -> None:
     assert [action.text for action in schedule.actions(0)] == [
         *(".", "0F0", "0F1", ".", "0B0", ".", "0B1", "0REDUCE_GRAD", ".", "OPTIM"),
     ]
-    recorder = Recorder(schedule, 0, row=plan("gpipe", 1, 2).lower().actions(0))
-    recorder.start(1)
+    recorder = Recorder(schedule, 0)
     ends = [20, 40, 60, 90, 91, 92]
     begins = [10, *ends[:-1]]
-    recorder.fill(begins, [12, *begins[1:]], ends, [1, 2, 1, 0, 0, 0], [0] * 6)
-    trace = Trace(schedule, [recorder.steps])
+    columns = begins, [12, *begins[1:]], ends, [1, 2, 1, 0, 0, 0], [0] * 6
+    recorder.add(1, plan("gpipe", 1, 2).lower().actions(0), columns)
+    trace = Trace(schedule, [list(recorder.steps)])
     (stamps,) = trace.latest()
     wanted = [0, 0, 10, 30, 30, 50, 50, 80, 81, 81]
     assert list(stamps.begin) == [US + t for t in wanted]
