@@ -208,7 +208,7 @@ class Reducer:
             )
             return result[0] if isinstance(result, (tuple, list)) else result
         if future is not None:
-            self._replicas.wait_for_all(future)
+            self._replicas.wait(future)
         if self._reduce == "mean":
             bucket.buffer().div_(self._replicas.size)
         return bucket.buffer()
