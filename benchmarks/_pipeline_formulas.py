@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 Triple = tuple[float, float, float]
 
@@ -52,13 +51,6 @@ class Case:
         """Return the time that each rank computes, its pairs run as two."""
         cost = self.costs[0] if self.kind == "forward" else sum(self.costs)
         return self.m * cost
-
-    def plan_options(self) -> dict[str, Any]:
-        """Return the arguments of ``plan``."""
-        options: dict[str, Any] = {} if self.v == 1 else {"chunks": self.v}
-        if self.link:
-            options["link_cost"] = self.link
-        return options
 
 
 def gpipe(p: int, m: int, v: int, costs: Triple) -> Iterator[Case]:

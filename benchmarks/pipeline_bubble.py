@@ -49,11 +49,17 @@ class Worst:
 
 def run(case: Case, worst: Worst) -> None:
     """Simulate one plan and note its deviations."""
-    schedule = plan(case.kind, case.p, case.m, **case.plan_options())
-    chunks = schedule.stages // case.p
-    f, i, w = (cost / chunks for cost in case.costs)
+    f, i, w = (cost / case.v for cost in case.costs)
     costs = Costs(
         F=f, I=i, W=w, pair=case.pair, latency=case.link, activation_bytes=1.0
+    )
+    schedule = plan(
+        case.kind,
+        case.p,
+        case.m,
+        chunks=case.v,
+        costs=costs,
+        link_cost=case.link,
     )
     found = simulate(schedule, costs)
     worst.cases += 1

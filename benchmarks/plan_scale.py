@@ -26,7 +26,7 @@ from torch_sm3.pipeline import Costs, plan, simulate, verify
 SMALL = (64, 512)
 LARGE = (1024, 8192)
 # Seconds on one current core, for the large size.
-SECONDS = {"plan": 3.0, "lower": 3.0, "verify": 10.0, "simulate": 10.0}
+SECONDS = {"plan and lower": 3.0, "verify": 10.0, "simulate": 10.0}
 GIB = 3.0
 PER_ACTION = 4.0
 
@@ -68,8 +68,10 @@ def measure(p: int, m: int, repeats: int) -> Measured:
     torch.set_num_threads(1)
     before = resident()
     seconds = {}
-    seconds["plan"], schedule = timed(lambda: plan("1f1b", p, m), repeats)
-    seconds["lower"] = timed(lambda: schedule.lower(), repeats)[0]
+    # Planning alone is as fast as memory: small plans stay in the caches.
+    both = timed(lambda: plan("1f1b", p, m).lower(), repeats)[0]
+    seconds["plan and lower"] = both
+    schedule = plan("1f1b", p, m)
     seconds["verify"], report = timed(lambda: verify(schedule), repeats)
     assert report.valid, report.message
     costs = Costs(latency=0.1, bandwidth=100, activation_bytes=100, boundary_bytes=10)
