@@ -31,6 +31,7 @@ class Options(NamedTuple):
     deterministic: bool
     seed: int
     share_loss: bool
+    trace: bool = False
     link_delay: tuple[tuple[int, int, float], ...] = ()
 
 

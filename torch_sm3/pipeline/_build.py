@@ -48,6 +48,7 @@ class Parts:
         key: name of the group that was given, or None.
         placement: rank of each stage.
         microbatches: their number.
+        schedule: what every rank does, with its messages.
         stages: the stages of this rank by index.
         routes: source and target of values that skip stages.
         kwargs: names that any stage takes.
@@ -96,6 +97,7 @@ class Parts:
         self.stages = {s.index: s for s in sorted(stages, key=lambda s: s.index)}
         self.placement = schedule.placement
         self.microbatches = schedule.microbatches
+        self.schedule = known.schedule
         self.routes = known.routes
         self.kwargs = known.kwargs
         self.row = row_of(known.schedule, self.rank)

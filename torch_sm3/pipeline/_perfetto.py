@@ -13,7 +13,7 @@ from torch_sm3.pipeline._recorder import Stamps
 from torch_sm3.pipeline.schedule import Action, Schedule
 
 FORMAT = "torch_sm3.pipeline trace 1"
-# Before the name of an action, as in torch's profiler.
+# Before the name of an action.
 PREFIX = "torch_sm3.pipeline "
 _MEASURED, _PREDICTED = 1, 2
 _LANES = {_MEASURED: "measured", _PREDICTED: "predicted"}

@@ -25,7 +25,9 @@ from torch_sm3.pipeline._random import Surroundings, kept
 from torch_sm3.pipeline._result import OptimResult, StepResult
 from torch_sm3.pipeline._rows import with_validation
 from torch_sm3.pipeline._step import LOST, StepRun
+from torch_sm3.pipeline._tracing import Tracing
 from torch_sm3.pipeline._work import Seeds, StepWork
+from torch_sm3.pipeline.trace import Trace
 
 
 class Session(Calls):
@@ -47,8 +49,24 @@ class Session(Calls):
         super().__init__(parts)
         self.steps = 0
         self.stepper = Stepper(parts)
+        self._tracing = Tracing(parts, options.trace)
         self._options = options
         self._loss_fn = loss_fn
+
+    def trace(self, everywhere: bool) -> Trace | None:
+        """Bring what all ranks recorded together.
+
+        Args:
+            everywhere: whether all ranks get it, not only rank 0.
+        """
+        self._check_open()
+        self._tracing.check()
+        with self._alone() as problem, self._watched(training=False):
+            self._announce(evaluation=False)
+            trace = self._tracing.collect(everywhere)
+        if problem is not None:
+            raise problem
+        return trace
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the gradients of this rank's stages."""
@@ -221,7 +239,7 @@ class Session(Calls):
         parts = self._parts
         before = self._surroundings() if self.stepper.pending else None
         while True:
-            run = StepRun(parts.machines, not evaluation)
+            run = StepRun(parts.machines, not evaluation, self._tracing.of(evaluation))
             run.work = work
             if problem is not None:
                 run.fail(self._failure(ARGUMENTS, problem), -1, problem)
@@ -244,10 +262,13 @@ class Session(Calls):
         row = parts.forward_row(count) if evaluation else parts.row
         if not evaluation:
             gradients.begin()
-        run.run(with_validation(row) if self.stepper.pending else row)
+        own = with_validation(row) if self.stepper.pending else row
+        run.run(own)
         if run.anew:
             gradients.restore()
             return None
+        if self._tracing.of(evaluation):
+            self._tracing.add(self._calls, own, run)
         if not evaluation:
             run.attempt(self._failure("REDUCE_GRAD", None), len(row), gradients.wait)
         verdict = None
