@@ -49,6 +49,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   int64_t receive(int64_t peer, Channel channel, Header expected);
   Outcome wait(int64_t ticket, double seconds);
   Message take(int64_t ticket);
+  int64_t pending() const;
   bool flush(double seconds);
   void fail(const std::string& structure, int64_t except);
   std::string failure() const;

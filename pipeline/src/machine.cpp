@@ -4,7 +4,18 @@
 
 #include <c10/util/Exception.h>
 
+#include <chrono>
+
 namespace torch_sm3::pipeline {
+namespace {
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+} // namespace
 
 Machine::Machine(
     std::shared_ptr<const RankProgram> program,
@@ -23,6 +34,7 @@ void Machine::begin(bool training, std::vector<double> weights) {
   poison_.reset();
   tickets_.clear();
   forget();
+  stamps_.assign(tracing_ ? program_->row().size() : 0, {});
 }
 
 void Machine::forget() {
@@ -35,12 +47,13 @@ Request Machine::resume(std::vector<Packed> answer, double seconds) {
   if (asked_) {
     asked_ = false;
     take_answer(std::move(answer));
-    ++at_;
+    finish();
   }
   while (at_ < program_->row().size()) {
+    stamp_begin();
     switch (failed() ? pass(seconds) : run(seconds)) {
       case Progress::kNext:
-        ++at_;
+        finish();
         break;
       case Progress::kAgain:
         break;
@@ -64,9 +77,9 @@ void Machine::fail(const std::string& error_type, const std::string& message) {
   const auto index = static_cast<int64_t>(at_);
   const Action now = action();
   if (now.op >= Op::kReduceGrad) {
-    ++at_; // no communication of ours belongs to it
+    finish(); // no communication of ours belongs to it
   }
-  if (failed()) {
+  if (failure_) {
     return; // a collective after a failure: the first one is told
   }
   failure_.emplace(
@@ -84,6 +97,40 @@ void Machine::fail(const std::string& error_type, const std::string& message) {
 void Machine::fail(Failure failure) {
   failure_.emplace(std::move(failure), -1);
   forget();
+}
+
+void Machine::abandon(Failure why) {
+  failure_.reset();
+  poison_ = std::move(why);
+  forget();
+}
+
+void Machine::stamp_begin() {
+  if (tracing_ && stamps_[at_].begin == 0) {
+    stamps_[at_].begin = now_ns();
+  }
+}
+
+void Machine::stamp_ready() {
+  if (tracing_) {
+    stamps_[at_].ready = now_ns();
+  }
+}
+
+// Goes on to the next action.
+void Machine::finish() {
+  if (tracing_) {
+    Stamp& stamp = stamps_[at_];
+    stamp.end = now_ns();
+    stamp.ready = stamp.ready == 0 ? stamp.begin : stamp.ready;
+    for (const auto& result : results_) {
+      for (const at::Tensor& tensor : result.second.tensors) {
+        stamp.kept += static_cast<int64_t>(tensor.nbytes());
+      }
+    }
+    stamp.pending = transport_ == nullptr ? 0 : transport_->pending();
+  }
+  ++at_;
 }
 
 Header Machine::header(const Way& way, uint32_t microbatch) const {

@@ -73,6 +73,28 @@ class Machine {
   void fail(const std::string& error_type, const std::string& message);
   // Notes a failure of the rank before its first action.
   void fail(Failure failure);
+  // Gives the run up although nothing failed, since the step begins anew: the
+  // rest of the row is communication only.
+  void abandon(Failure why);
+
+  // When an action began, had all it needed and ended, in nanoseconds of the
+  // steady clock; and after it the bytes of values that wait to be sent or
+  // used, and the messages that may be under way.
+  struct Stamp {
+    int64_t begin = 0;
+    int64_t ready = 0;
+    int64_t end = 0;
+    int64_t kept = 0;
+    int64_t pending = 0;
+  };
+  // Whether later runs are stamped.
+  void trace(bool on) {
+    tracing_ = on;
+  }
+  // One for each action of the last run; none without `trace`.
+  const std::vector<Stamp>& stamps() const {
+    return stamps_;
+  }
 
   // The failure of this rank and the index of its action (-1: before the
   // first).
@@ -115,6 +137,9 @@ class Machine {
   }
   Header header(const Way& way, uint32_t microbatch) const;
   void forget();
+  void stamp_begin();
+  void stamp_ready();
+  void finish();
 
   Progress run(double seconds);
   Progress pass(double seconds);
@@ -146,6 +171,8 @@ class Machine {
   const uint32_t user_ops_;
 
   bool training_ = false;
+  bool tracing_ = false;
+  std::vector<Stamp> stamps_;
   std::vector<double> weights_;
   size_t at_ = 0;
   bool asked_ = false;

@@ -131,6 +131,28 @@ class PipelineMachine : public torch::CustomClassHolder {
     machine_.fail(read_failure(structure));
   }
 
+  // The run is given up, since the step begins anew; see structure_of.
+  void abandon(const std::string& structure) {
+    machine_.abandon(read_failure(structure));
+  }
+
+  void trace(bool on) {
+    machine_.trace(on);
+  }
+
+  // Begin, ready, end, bytes kept and messages pending of each action.
+  std::vector<std::vector<int64_t>> stamps() const {
+    std::vector<std::vector<int64_t>> lists(5);
+    for (const Machine::Stamp& stamp : machine_.stamps()) {
+      lists[0].push_back(stamp.begin);
+      lists[1].push_back(stamp.ready);
+      lists[2].push_back(stamp.end);
+      lists[3].push_back(stamp.kept);
+      lists[4].push_back(stamp.pending);
+    }
+    return lists;
+  }
+
   bool failed() const {
     return machine_.failed();
   }
@@ -184,6 +206,9 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
       .def("resume", &PipelineMachine::resume)
       .def("fail", &PipelineMachine::fail)
       .def("fail_before", &PipelineMachine::fail_before)
+      .def("abandon", &PipelineMachine::abandon)
+      .def("trace", &PipelineMachine::trace)
+      .def("stamps", &PipelineMachine::stamps)
       .def("failed", &PipelineMachine::failed)
       .def("failure", &PipelineMachine::failure);
 }

@@ -61,6 +61,7 @@ Machine::Progress Machine::forward(double seconds) {
   const Progress progress =
       collect(program_->ways(action().stage).values_in, seconds, &incoming);
   if (progress == Progress::kNext) {
+    stamp_ready();
     enter(std::move(incoming));
   }
   return progress == Progress::kNext ? Progress::kAsk : progress;
@@ -192,6 +193,7 @@ Machine::Progress Machine::backward(double seconds) {
   if (progress != Progress::kNext) {
     return progress;
   }
+  stamp_ready();
   const auto found = graphs_.find({now.stage, now.microbatch});
   TORCH_INTERNAL_ASSERT(found != graphs_.end(), "a backward before its F");
   Graph& graph = found->second;

@@ -171,6 +171,15 @@ void Transport::Engine::run_delayed() {
   }
 }
 
+int64_t Transport::Engine::pending() const {
+  const Lock lock(mutex_);
+  int64_t sum = 0;
+  for (const auto& entry : outgoing_) {
+    sum += static_cast<int64_t>(entry.second->parcels.size());
+  }
+  return sum;
+}
+
 bool Transport::Engine::flush(double seconds) {
   const Time limit = Clock::now() + in_seconds(seconds);
   bool all = true;

@@ -62,6 +62,10 @@ Message Transport::take(int64_t ticket) {
   return engine_->take(ticket);
 }
 
+int64_t Transport::pending() const {
+  return engine_->pending();
+}
+
 bool Transport::flush(double seconds) {
   return engine_->flush(seconds);
 }

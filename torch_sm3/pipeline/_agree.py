@@ -31,6 +31,7 @@ class Options(NamedTuple):
     deterministic: bool
     seed: int
     share_loss: bool
+    link_delay: tuple[tuple[int, int, float], ...] = ()
 
 
 class _Record(NamedTuple):
@@ -209,6 +210,10 @@ def _check(
         _fail("a timeout above 0 s", options.timeout, "timeout")
     if options.max_pending < 1:
         _fail("max_pending of at least 1", options.max_pending, "max_pending")
+    for source, target, seconds in options.link_delay:
+        if not {source, target} <= set(range(schedule.ranks)) or seconds < 0:
+            expected = f"seconds for pairs of {schedule.ranks} ranks"
+            _fail(expected, {(source, target): seconds}, "link_delay")
 
 
 def _check_wrappers(stage: Stage, schedule: Schedule, options: Options) -> None:

@@ -23,6 +23,7 @@ from torch_sm3.pipeline._rows import (
     row_of,
     with_collectives,
 )
+from torch_sm3.pipeline._step import Machines
 from torch_sm3.pipeline._ties import Tie
 from torch_sm3.pipeline.schedule import Action, Schedule
 from torch_sm3.pipeline.stage import Stage
@@ -56,6 +57,7 @@ class Parts:
         needs: which data this rank uses.
         devices: CUDA devices of the stages.
         links: links to the other ranks, or None.
+        machines: run the rows of this rank.
         control: exchange of small values with them.
         replicas: the ranks with the same stages, or None.
         shrink: by how much the reduction of sums makes them too small.
@@ -107,7 +109,14 @@ class Parts:
         if own is not None:
             hub = self.placement[-1]
             first = [self.placement.index(rank) for rank in range(size)]
-            self.links = Links(own, options.timeout, options.max_pending, hub, first)
+            delay = {(a, b): seconds for a, b, seconds in options.link_delay}
+            self.links = Links(
+                own, options.timeout, options.max_pending, hub, first, delay
+            )
+        splits = {index: stage.split for index, stage in self.stages.items()}
+        self.machines = Machines(
+            self.rank, self.placement, self.routes, self.links, splits
+        )
         self.control = Control(self.links, self.rank, size, self.placement[-1])
         self.replicas: Collective | None = None
         self.shrink = 1

@@ -221,9 +221,7 @@ class Session(Calls):
         parts = self._parts
         before = self._surroundings() if self.stepper.pending else None
         while True:
-            run = StepRun(
-                parts.rank, parts.placement, parts.routes, parts.links, not evaluation
-            )
+            run = StepRun(parts.machines, not evaluation)
             run.work = work
             if problem is not None:
                 run.fail(self._failure(ARGUMENTS, problem), -1, problem)

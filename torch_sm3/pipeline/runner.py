@@ -57,6 +57,8 @@ class PipelineRunner:
             step and ``seed`` only, whatever the schedule.
         seed: of a deterministic run.
         share_loss: whether all ranks learn the losses, not only the last stage's.
+        link_delay: seconds by which messages from one rank to another are held back,
+            as ``{(0, 1): 0.05}``: a slow link, for tests and measurements.
 
     Raises:
         ValueError: the same on all ranks, if the stages, the schedule or an option do
@@ -100,6 +102,7 @@ class PipelineRunner:
         deterministic: bool = False,
         seed: int = 0,
         share_loss: bool = True,
+        link_delay: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
         if not isinstance(schedule, Schedule):
             raise TypeError(
@@ -116,6 +119,7 @@ class PipelineRunner:
             deterministic,
             seed,
             share_loss,
+            tuple((*ends, held) for ends, held in (link_delay or {}).items()),
         )
         parts = Parts(stages, schedule, group, loss_fn, options, data_parallel, hook)
         self._session = Session(parts, options, loss_fn)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from helpers.scenarios import Scenarios
 from torch import nn
 
+from torch_sm3.pipeline import plan
+
 two_ranks = Scenarios(2)
 
 WIDTH, M = 5, 3
@@ -113,10 +115,12 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 def one_loop(stages: list[nn.Module]) -> list[torch.Tensor]:
     """Train on the same microbatches in turn; return their losses."""
     losses = []
-    for x, y in zip(*(part.tensor_split(M) for part in batch()), strict=True):
+    for x, y in zip(*(whole.tensor_split(M) for whole in batch()), strict=True):
         value: Any = x
         for stage in stages:
-            value = stage(*value) if isinstance(value, tuple) else stage(value)
+            # Clones, since a stage may change in place what autograd keeps here.
+            parts = value if isinstance(value, tuple) else (value,)
+            value = stage(*(part.clone() for part in parts))
         loss = Loss()(value, y)
         (loss / M).backward()
         losses.append(loss.detach())
@@ -136,29 +140,28 @@ def runner_of(stages: dict[int, nn.Module], text: str) -> Any:
 @two_ranks
 def trains(rank: int, ranks: int) -> bool:
     own, whole = modules(), modules()
-    text = torch.classes.torch_sm3.PipelineSchedule("1f1b", 2, 1, M).text()
+    text = plan("1f1b", 2, M).text
     runner = runner_of({rank: own[rank]}, text)
     x, y = batch()
     loss, losses = runner.step([x], y)
     expected = torch.stack(one_loop(whole))
-    good = torch.equal(losses, expected)
-    good &= torch.equal(loss, (expected / M).sum()) or bool(
-        torch.isclose(loss, expected.mean())
-    )
+    # Close, not equal: TorchScript may compute a linear layer in another way.
+    good = torch.allclose(losses, expected)
+    good &= torch.allclose(loss, expected.mean())
     for mine, other in zip(
         own[rank].parameters(), whole[rank].parameters(), strict=True
     ):
-        good &= torch.equal(mine.grad, other.grad)
+        good &= torch.allclose(mine.grad, other.grad)
     before = [p.grad.clone() for p in own[rank].parameters()]
     loss, losses, outputs = runner.eval([x], y, True)
-    good &= torch.equal(losses, expected) and len(outputs) == M * rank
+    good &= torch.allclose(losses, expected) and len(outputs) == M * rank
     good &= runner.eval([x])[0] is None
     good &= all(map(torch.equal, before, (p.grad for p in own[rank].parameters())))
     runner.close()
     return good
 
 
-def test_scripted_stages_train_with_the_bits_of_one_loop() -> None:
+def test_scripted_stages_train_as_one_loop_does() -> None:
     assert two_ranks.answers(trains) == [True, True]
 
 
@@ -167,11 +170,11 @@ def inside(rank: int, ranks: int) -> bool:
     own, whole = modules(), modules()
     trainer = torch.jit.script(Trainer(own[rank], rank))
     _, losses = trainer(dist.new_group(backend="gloo").boxed(), *batch())
-    good = torch.equal(losses, torch.stack(one_loop(whole)))
+    good = torch.allclose(losses, torch.stack(one_loop(whole)))
     for mine, other in zip(
         own[rank].parameters(), whole[rank].parameters(), strict=True
     ):
-        good &= torch.equal(mine.grad, other.grad)
+        good &= torch.allclose(mine.grad, other.grad)
     return good
 
 
@@ -213,11 +216,11 @@ def test_a_route_arrives_by_name() -> None:
 @two_ranks
 def fails(rank: int, ranks: int) -> str:
     own = modules()
-    text = torch.classes.torch_sm3.PipelineSchedule("1f1b", 2, 1, M).text()
+    text = plan("1f1b", 2, M).text
     runner = runner_of({rank: own[rank]}, text)
     x, y = batch()
     with pytest.raises(RuntimeError, match="pipeline: rank 1 at 1F0") as info:
-        runner.step([x], torch.randn(7, 3, 2))
+        runner.step([x], torch.randn(7, 4, 5, 6))
     with pytest.raises(ValueError, match="at least 3 samples"):
         runner.step([x[:2]], y)
     with pytest.raises(RuntimeError, match="before its first step"):

@@ -63,7 +63,7 @@ enum class Outcome : int64_t {
 /// Framed messages between the ranks of one process group.
 ///
 /// Every message is a header frame and then its tensors; a small payload
-/// travels in one transmission with the frame. Each channel to a peer has a tag
+/// travels in one transmission with the frame. Each channel to a peer has tags
 /// of its own, and a large payload moves while the caller computes. Waits end
 /// when the caller says, without Python, so a caller with signals to serve
 /// waits in slices. One caller at a time may use a channel. The group must be
@@ -130,6 +130,9 @@ class TORCH_SM3_API Transport {
   ///
   /// \param ticket a ticket for which `wait` returned kDone
   Message take(int64_t ticket);
+
+  /// Returns the number of messages that are not known to have left.
+  int64_t pending() const;
 
   /// Waits until all that was sent has left.
   ///
