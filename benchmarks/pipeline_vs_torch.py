@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure 1F1B of torch_sm3.pipeline against torch.distributed.pipelining.
+"""Measure torch_sm3.pipeline against torch.distributed.pipelining.
 
 Two Gloo processes, one thread each, run the same model on the same batch; the two
 runners take turns, step by step, so that both see the same machine. A step ends when
-the slower rank has ended. The gradients of both are compared first.
+the slower rank has ended. The gradients of both are compared first. Kinds that only
+torch plans are run from the CSV that torch writes; what torch cannot run over Gloo is
+reported and not counted.
 
     python benchmarks/pipeline_vs_torch.py --json pipeline_vs_torch.json
 """
@@ -11,76 +13,171 @@ the slower rank has ended. The gradients of both are compared first.
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import socket
+import inspect
 import statistics
-import sys
+import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from _ranks import run
+from _report import Figure, arguments, finish
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, schedules
 
-from torch_sm3.pipeline import PipelineRunner, Stage, plan
+from torch_sm3.pipeline import PipelineRunner, Schedule, Stage, plan
 
 RANKS = 2
+# Over Gloo a schedule that cannot run waits for ever.
+PATIENCE = timedelta(seconds=60)
 
 
-def make_stage(rank: int, hidden: int, layers: int) -> nn.Module:
-    """Return half of a stack of Linear and Tanh, equal bits each time."""
-    torch.manual_seed(rank)
+class Case(NamedTuple):
+    """One kind as both call it.
+
+    Attributes:
+        name: of the kind.
+        theirs: torch's class.
+        chunks: stages per rank.
+        ours: our kind, None where torch's CSV is run.
+    """
+
+    name: str
+    theirs: str
+    chunks: int
+    ours: str | None
+
+
+CASES = [
+    Case("gpipe", "ScheduleGPipe", 1, "gpipe"),
+    Case("1f1b", "Schedule1F1B", 1, "1f1b"),
+    Case("interleaved", "ScheduleInterleaved1F1B", 2, "interleaved"),
+    Case("looped_bfs", "ScheduleLoopedBFS", 2, "looped_bfs"),
+    Case("zero bubble", "ScheduleInterleavedZeroBubble", 2, None),
+    Case("zbv", "ScheduleZBVZeroBubble", 2, "zbv"),
+    Case("dualpipe_v", "ScheduleDualPipeV", 2, "dualpipe_v"),
+]
+
+
+class Problem(NamedTuple):
+    """Sizes of one measurement."""
+
+    hidden: int
+    layers: int
+    microbatches: int
+    rows: int
+    steps: int
+    warmup: int
+
+
+def make_stage(stage: int, stages: int, problem: Problem) -> nn.Module:
+    """Return a part of a stack of Linear and Tanh, equal bits each time."""
+    torch.manual_seed(stage)
     parts: list[nn.Module] = []
-    for _ in range(layers // RANKS):
-        parts += [nn.Linear(hidden, hidden), nn.Tanh()]
+    for _ in range(problem.layers // stages):
+        parts += [nn.Linear(problem.hidden, problem.hidden), nn.Tanh()]
     return nn.Sequential(*parts)
 
 
+def placement(case: Case) -> list[int]:
+    """Return the rank of each stage, as torch's schedule wants it."""
+    if case.name in ("zbv", "dualpipe_v"):
+        return [*range(RANKS), *reversed(range(RANKS))]
+    return [stage % RANKS for stage in range(case.chunks * RANKS)]
+
+
+def make_stages(case: Case, problem: Problem) -> dict[int, nn.Module]:
+    """Return the stages of this rank by their numbers."""
+    places, rank = placement(case), dist.get_rank()
+    return {
+        stage: make_stage(stage, len(places), problem)
+        for stage, place in enumerate(places)
+        if place == rank
+    }
+
+
+def batch(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets."""
+    torch.manual_seed(9)
+    x, y = torch.randn(2, problem.microbatches * problem.rows, problem.hidden)
+    return x, y
+
+
+def torch_schedule(case: Case, modules: dict[int, nn.Module], m: int) -> Any:
+    """Return torch's schedule of this rank."""
+    total = case.chunks * RANKS
+    cpu = torch.device("cpu")
+    stages = [PipelineStage(x, i, total, cpu) for i, x in modules.items()]
+    kind = getattr(schedules, case.theirs)
+    own = stages[0] if case.chunks == 1 else stages
+    return kind(own, m, loss_fn=nn.functional.mse_loss)
+
+
 def torch_step(
-    rank: int, module: nn.Module, m: int, x: torch.Tensor, y: torch.Tensor
+    schedule: Any, case: Case, x: torch.Tensor, y: torch.Tensor
 ) -> Callable[[], None]:
-    """Return a step of torch's own 1F1B."""
-    stage = PipelineStage(module, rank, RANKS, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, m, loss_fn=nn.functional.mse_loss)
+    """Return a step of torch's runner, which keeps no outputs where it can."""
+    places, rank = placement(case), dist.get_rank()
+    inputs = (x,) if places[0] == rank else ()
+    last = {"target": y, "losses": []} if places[-1] == rank else {}
+    known = inspect.signature(schedule.step).parameters
+    keep = {"return_outputs": False} if "return_outputs" in known else {}
 
     def step() -> None:
-        if rank == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=y, losses=[])
+        if last:
+            last["losses"] = []
+        schedule.step(*inputs, **last, **keep)
 
     return step
 
 
-def our_step(
-    rank: int, module: nn.Module, m: int, x: torch.Tensor, y: torch.Tensor
-) -> tuple[Callable[[], None], PipelineRunner]:
-    """Return a step of our 1F1B, and its runner."""
+def our_schedule(case: Case, theirs: Any, m: int) -> Schedule:
+    """Return the same kind as planned by us, or what torch writes of its own."""
+    if case.ours is not None:
+        return plan(case.ours, RANKS, m, chunks=case.chunks)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "torch.csv"
+        theirs._dump_csv(path)
+        return Schedule.from_csv(path.read_text())
+
+
+def try_torch(case: Case, problem: Problem) -> bool:
+    """Run one step of torch's alone; whatever goes wrong there is torch's own."""
+    modules = make_stages(case, problem)
+    schedule = torch_schedule(case, modules, problem.microbatches)
+    torch_step(schedule, case, *batch(problem))()
+    dist.barrier()
+    return True
+
+
+def compare(case: Case, problem: Problem) -> dict[str, float]:
+    """Compare the gradients of both, then measure; milliseconds of each."""
+    m = problem.microbatches
+    x, y = batch(problem)
+    mine, theirs = make_stages(case, problem), make_stages(case, problem)
+    schedule = torch_schedule(case, theirs, m)
     runner = PipelineRunner(
-        [Stage(module, rank)], plan("1f1b", RANKS, m), loss_fn=nn.functional.mse_loss
+        [Stage(module, index) for index, module in mine.items()],
+        our_schedule(case, schedule, m),
+        loss_fn=nn.functional.mse_loss,
     )
-
-    def step() -> None:
-        runner.step(x, target=y)
-
-    return step, runner
-
-
-def measure(rank: int, hidden: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure one width; every rank returns the same numbers."""
-    torch.manual_seed(9)
-    m = args.microbatches
-    x, y = torch.randn(2, m * args.rows, hidden)
-    modules = [make_stage(rank, hidden, args.layers) for _ in range(2)]
-    ours, runner = our_step(rank, modules[0], m, x, y)
-    steps = {"torch_sm3": ours, "torch": torch_step(rank, modules[1], m, x, y)}
+    steps: dict[str, Callable[[], object]] = {
+        "torch_sm3": lambda: runner.step(x, target=y),
+        "torch": torch_step(schedule, case, x, y),
+    }
+    modules = [*mine.values(), *theirs.values()]
+    for step in steps.values():
+        step()
+    for index, module in mine.items():
+        pairs = zip(module.parameters(), theirs[index].parameters(), strict=True)
+        for a, b in pairs:
+            torch.testing.assert_close(a.grad, b.grad)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for count in range(args.warmup + args.steps):
+    for count in range(problem.warmup + problem.steps):
         for name, step in steps.items():
             for module in modules:
                 module.zero_grad()
@@ -89,92 +186,62 @@ def measure(rank: int, hidden: int, args: argparse.Namespace) -> dict[str, Any]:
             step()
             took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            if count >= args.warmup:
+            if count >= problem.warmup:
                 seconds[name].append(took.item())
-    for module in modules:
-        module.zero_grad()
-    for step in steps.values():
-        step()
-    for mine, theirs in zip(
-        modules[0].parameters(), modules[1].parameters(), strict=True
-    ):
-        torch.testing.assert_close(mine.grad, theirs.grad)
     runner.close()
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    return {
-        "hidden": hidden,
-        "milliseconds": {name: 1e3 * value for name, value in medians.items()},
-        "throughput_ratio": medians["torch"] / medians["torch_sm3"],
-    }
+    return {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
 
 
-def worker(rank: int, port: int, args: argparse.Namespace, out: Connection) -> None:
-    """Run one rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
-    )
-    results = [measure(rank, hidden, args) for hidden in args.hidden]
-    dist.barrier()
-    dist.destroy_process_group()
-    out.send(results)
+def reason(error: Exception) -> str:
+    """Return the last line that says anything, of a rank's traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:200] if lines else type(error).__name__
 
 
-def main() -> int:
-    """Measure, print and write."""
+def main() -> None:
+    """Measure all cases at all widths."""
     parser = argparse.ArgumentParser(description=__doc__)
+    arguments(parser)
+    names = [case.name for case in CASES]
+    parser.add_argument("--kinds", nargs="+", choices=names, default=names)
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--rows", type=int, default=32, help="rows per microbatch")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="file to write the numbers to")
-    args = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    processes, ends = [], []
-    for rank in range(RANKS):
-        end, out = context.Pipe(duplex=False)
-        process = context.Process(target=worker, args=(rank, port, args, out))
-        process.start()
-        out.close()
-        processes.append(process)
-        ends.append(end)
-    try:
-        results = ends[0].recv()
-    except EOFError:
-        results = None
-    for process in processes:
-        process.join(timeout=60)
-    if results is None:
-        print("pipeline_vs_torch: a process failed", file=sys.stderr)
-        return 1
-    print(f"{'hidden':>8} {'torch_sm3 ms':>14} {'torch ms':>10} {'ratio':>7}")
-    for row in results:
-        ms = row["milliseconds"]
-        print(
-            f"{row['hidden']:>8} {ms['torch_sm3']:>14.2f} {ms['torch']:>10.2f} "
-            f"{row['throughput_ratio']:>7.2f}"
-        )
-    if args.json:
-        settings = {key: value for key, value in vars(args).items() if key != "json"}
-        args.json.write_text(
-            json.dumps(
-                {
-                    "claim": "throughput of 1F1B against torch.distributed.pipelining",
-                    "torch": torch.__version__,
-                    "ranks": RANKS,
-                    "settings": settings,
-                    "results": results,
-                },
-                indent=2,
+    options = parser.parse_args()
+    figures, found = [], []
+    for case in (case for case in CASES if case.name in options.kinds):
+        for hidden in options.hidden:
+            problem = Problem(
+                hidden,
+                options.layers,
+                options.microbatches,
+                options.rows,
+                steps=5 if options.quick else 20,
+                warmup=3,
             )
-        )
-    return 0
+            name = f"{case.name}, hidden {hidden}"
+            row: dict[str, Any] = {"kind": case.name, "hidden": hidden}
+            found.append(row)
+            try:
+                run(RANKS, try_torch, case, problem, patience=PATIENCE)
+            except Exception as error:
+                row["torch_cannot"] = reason(error)
+                print(f"{name}: torch cannot run it: {reason(error)}", flush=True)
+                continue
+            # Where messages are what a step consists of, ours must be cheaper.
+            least = 1.15 if hidden <= 64 and options.microbatches == 32 else 1.0
+            ratio = 0.0
+            try:
+                ms = run(RANKS, compare, case, problem, patience=PATIENCE)
+                ratio = ms["torch"] / ms["torch_sm3"]
+                row["milliseconds"] = ms
+            except Exception as error:
+                row["torch_sm3_cannot"] = reason(error)
+                print(f"{name}: torch_sm3 cannot: {reason(error)}", flush=True)
+            figures.append(Figure(f"throughput over torch, {name}", ratio, least=least))
+    finish(figures, options, {"ranks": RANKS, "results": found})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

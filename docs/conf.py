@@ -28,5 +28,7 @@ autodoc_typehints = "signature"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+# Named tuples document each field by themselves, too.
+napoleon_use_ivar = True
 # "Shape" is the one section that torch's docstrings have and napoleon does not know.
 napoleon_custom_sections = ["Shape"]

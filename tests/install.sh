@@ -61,6 +61,11 @@ consumer_works() {
   cmake -G Ninja -S tests/consumer -B "$folder" \
     -DCMAKE_PREFIX_PATH="$2;$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" >/dev/null
   cmake --build "$folder" -j "$MAX_JOBS" | tail -1
+  # A pipeline of two processes, where the headers of Gloo are.
+  cmake -G Ninja -S examples/cpp -B "$folder-examples" \
+    -DCMAKE_PREFIX_PATH="$2;$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')" >/dev/null
+  cmake --build "$folder-examples" -j "$MAX_JOBS" | tail -1
+  [[ ! -x $folder-examples/pipeline ]] || env -u LD_LIBRARY_PATH "$folder-examples/pipeline"
   readelf -d "$folder/operators" | grep -q 'NEEDED.*libtorch_sm3' || fail "the linker dropped libtorch_sm3.so"
   env -u LD_LIBRARY_PATH "$folder/operators"
   (

@@ -395,3 +395,8 @@ def pipeline_transport_class() -> Any:
 def pipeline_backward_class() -> Any:
     """Return the class ``(split)`` of one microbatch's backward in one stage."""
     return torch.classes.torch_sm3.PipelineBackward
+
+
+def pipeline_machine_class() -> Any:
+    """Return the TorchScript class that runs the row of one rank."""
+    return torch.classes.torch_sm3.PipelineMachine

@@ -204,8 +204,14 @@ void Cut::redirect(edge_list& edges) {
 // Lets a node that runs now send to stand-ins, and hold what waits.
 void Cut::redirect(Place& place) {
   Node& node = *place.node;
+  const auto moves = [&](const Edge& edge) {
+    return edge.is_valid() &&
+           (at(edge).partial || at(edge).role == Role::kLate);
+  };
+  if (std::ranges::none_of(node.next_edges(), moves)) {
+    return;
+  }
   Edited edited{node.getptr(), node.next_edges(), {}};
-  bool changed = false;
   for (Edge& edge : node.next_edges()) {
     if (!edge.is_valid()) {
       continue;
@@ -213,17 +219,12 @@ void Cut::redirect(Place& place) {
     const Place& target = at(edge);
     if (target.partial) {
       edge.function = target.partial;
-      changed = true;
     } else if (target.role == Role::kLate) {
       if (!edited.held) {
         edited.held = make_node<Held>(node.sequence_nr());
       }
       edge = edited.held->stand_in(edited.held, edge);
-      changed = true;
     }
-  }
-  if (!changed) {
-    return;
   }
   edited_.push_back(std::move(edited));
   // What was done in place on a view: the node of that operation is inside, and
@@ -255,42 +256,30 @@ void Cut::restore() {
   }
 }
 
-// The order is that in which the full backward runs the nodes: they are queued
-// in it, whatever device they run on.
+// The order in which the nodes run is that of the full backward, whatever the
+// order here: the engine runs the one that was made last first.
 Owed Cut::collect() {
   Owed owed;
+  const auto add = [&](Edge edge, at::Tensor gradient) {
+    owed.edges.push_back(std::move(edge));
+    owed.gradients.push_back(std::move(gradient));
+  };
   for (size_t i = 0; i < roots_.size(); ++i) {
     if (at(roots_[i]).role == Role::kLate) {
-      owed.edges.push_back(roots_[i]);
-      owed.gradients.push_back(std::move(gradients_[i]));
+      add(roots_[i], std::move(gradients_[i]));
     }
   }
-  std::vector<std::pair<uint64_t, NodePtr>> nodes;
-  std::unordered_map<Node*, Partial*> partials;
   for (const Place& place : places_) {
     if (place.partial) {
-      partials.emplace(place.node, place.partial.get());
-      nodes.emplace_back(place.node->sequence_nr(), place.partial->node);
+      for (uint32_t i = 0; i < place.node->num_inputs(); ++i) {
+        add({place.partial->node, i}, std::move(place.partial->recorded[i]));
+      }
     }
   }
   for (Edited& edited : edited_) {
     if (edited.held) {
       edited.held->turn();
-      nodes.emplace_back(edited.held->sequence_nr(), std::move(edited.held));
-    }
-  }
-  std::ranges::sort(
-      nodes, [](const auto& a, const auto& b) { return a.first > b.first; });
-  for (auto& [place, node] : nodes) {
-    const auto partial = partials.find(node.get());
-    if (partial == partials.end()) {
-      owed.edges.emplace_back(std::move(node), 0);
-      owed.gradients.emplace_back();
-      continue;
-    }
-    for (uint32_t i = 0; i < node->num_inputs(); ++i) {
-      owed.edges.emplace_back(node, i);
-      owed.gradients.push_back(std::move(partial->second->recorded[i]));
+      add({std::move(edited.held), 0}, {});
     }
   }
   return owed;

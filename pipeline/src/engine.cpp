@@ -1,31 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The life of a Transport: links, waits and failures.
+// The life of a Transport: links and waits.
 #include <engine.h>
 #include <payload.h>
 
 #include <algorithm>
 
 namespace torch_sm3::pipeline {
-namespace {
-
-// How often waits are looked at. A caller with signals to serve waits in slices
-// of this order.
-constexpr std::chrono::milliseconds kTick{50};
-
-std::string action_name(bool sends, MessageClass link_class, const Header& h) {
-  if (link_class == MessageClass::kControl) {
-    return "";
-  }
-  const char* direction = link_class == MessageClass::kActivation ? "F" : "B";
-  return c10::str(
-      sends ? h.source : h.target,
-      sends ? "SEND_" : "RECV_",
-      direction,
-      h.microbatch);
-}
-
-} // namespace
-
 Transport::Engine::Engine(
     c10::intrusive_ptr<c10d::ProcessGroup> group,
     TransportOptions options)
@@ -37,9 +17,13 @@ Transport::Engine::Engine(
 void Transport::Engine::start() {
   const Lock lock(mutex_);
   for (const int64_t peer : control_peers()) {
-    launch(incoming(peer, MessageClass::kControl), &Engine::run_control);
+    launch(incoming(peer, Channel::kControl), &Engine::run_control);
   }
   watcher_ = std::thread([self = shared_from_this()] { self->watch(); });
+  if (!options_.link_delay.empty()) {
+    delayer_ =
+        std::thread([self = shared_from_this()] { self->run_delayed(); });
+  }
 }
 
 std::vector<int64_t> Transport::Engine::control_peers() const {
@@ -52,31 +36,33 @@ std::vector<int64_t> Transport::Engine::control_peers() const {
   return peers;
 }
 
-int Transport::Engine::tag(MessageClass link_class, int64_t from, int64_t to)
-    const {
+int Transport::Engine::tag(Channel channel, int64_t from, int64_t to) const {
   return static_cast<int>(
-      (static_cast<int64_t>(link_class) * size_ + from) * size_ + to);
+      2 * ((static_cast<int64_t>(channel) * size_ + from) * size_ + to));
 }
 
 Transport::Engine::Outgoing&
-Transport::Engine::outgoing(int64_t peer, MessageClass link_class) {
-  std::unique_ptr<Outgoing>& link = outgoing_[{peer, link_class}];
+Transport::Engine::outgoing(int64_t peer, Channel channel) {
+  std::unique_ptr<Outgoing>& link = outgoing_[{peer, channel}];
   if (!link) {
     link = std::make_unique<Outgoing>();
     link->peer = peer;
-    link->tag = tag(link_class, rank_, peer);
+    link->tag = tag(channel, rank_, peer);
+    const auto delay = options_.link_delay.find({rank_, peer});
+    if (delay != options_.link_delay.end() && channel != Channel::kControl) {
+      link->delay = in_seconds(delay->second);
+    }
   }
   return *link;
 }
 
 Transport::Engine::Incoming&
-Transport::Engine::incoming(int64_t peer, MessageClass link_class) {
-  std::unique_ptr<Incoming>& link = incoming_[{peer, link_class}];
+Transport::Engine::incoming(int64_t peer, Channel channel) {
+  std::unique_ptr<Incoming>& link = incoming_[{peer, channel}];
   if (!link) {
     link = std::make_unique<Incoming>();
     link->peer = peer;
-    link->tag = tag(link_class, peer, rank_);
-    link->buffer = empty_bytes(kFrameBytes + kSmallPayload);
+    link->tag = tag(channel, peer, rank_);
   }
   return *link;
 }
@@ -100,8 +86,31 @@ void Transport::Engine::watch() {
   }
 }
 
-// Waits for work without the lock; false if it was interrupted.
+// Waits in a way that is given. If that lasts, the peer may wait for us to
+// receive what was asked of it, so threads do that meanwhile.
+bool Transport::Engine::patiently(
+    Time limit,
+    const std::function<bool(Time)>& wait) {
+  if (wait(std::min(limit, Clock::now() + kTick))) {
+    return true;
+  }
+  if (lost() || stopping_ || Clock::now() >= limit) {
+    return false;
+  }
+  ++stuck_;
+  hand_over();
+  const bool done = wait(limit);
+  --stuck_;
+  return done;
+}
+
 bool Transport::Engine::wait_for(Lock& lock, const Work& work, Time limit) {
+  return patiently(
+      limit, [&](Time until) { return wait_once(lock, work, until); });
+}
+
+// Waits for work without the lock; false if it was interrupted.
+bool Transport::Engine::wait_once(Lock& lock, const Work& work, Time limit) {
   const auto entry = waiting_.insert(waiting_.end(), {work, limit});
   lock.unlock();
   bool done = false;
@@ -140,104 +149,6 @@ Transport::Engine::limit_of(std::optional<Time>* since, double seconds) const {
 
 bool Transport::Engine::overdue(const std::optional<Time>& since) const {
   return since && Clock::now() - *since >= in_seconds(options_.timeout);
-}
-
-std::string Transport::Engine::failure() const {
-  const Lock lock(mutex_);
-  return failure_;
-}
-
-void Transport::Engine::fail_with(const Failure& failure, int64_t except) {
-  fail(structure_of(failure), except);
-}
-
-void Transport::Engine::fail(const std::string& structure, int64_t except) {
-  std::vector<Outgoing*> alarms;
-  {
-    const Lock lock(mutex_);
-    if (lost() || stopping_) {
-      return; // the first failure stands
-    }
-    failure_ = structure;
-    for (const int64_t peer : control_peers()) {
-      if (peer != except) {
-        alarms.push_back(&outgoing(peer, MessageClass::kControl));
-      }
-    }
-    for (const Waiting& waiting : waiting_) {
-      abort_wait(waiting.work);
-    }
-    changed_.notify_all();
-  }
-  for (Outgoing* link : alarms) {
-    Header header;
-    header.message_class = MessageClass::kControl;
-    header.flags = kAlarm;
-    header.structure = structure;
-    try {
-      post(*link, std::move(header), {});
-    } catch (const std::exception&) {
-      continue; // that peer is gone too and needs no alarm
-    }
-  }
-}
-
-Failure Transport::Engine::lost_peer(int64_t peer) const {
-  const auto index = static_cast<size_t>(peer);
-  const int64_t stage =
-      index < options_.first_stage.size() ? options_.first_stage[index] : peer;
-  return {
-      peer,
-      stage,
-      0,
-      "",
-      "PeerLost",
-      c10::str("rank ", peer, " ended or left the pipeline")};
-}
-
-Failure Transport::Engine::timed_out(
-    bool sends,
-    MessageClass link_class,
-    const Header& header,
-    int64_t peer) const {
-  return {
-      rank_,
-      sends ? header.source : header.target,
-      header.microbatch,
-      action_name(sends, link_class, header),
-      "TimeoutError",
-      c10::str(
-          "rank ",
-          rank_,
-          " waited ",
-          options_.timeout,
-          " s for rank ",
-          peer,
-          sends ? " to receive" : "")};
-}
-
-Failure Transport::Engine::broken_protocol(
-    const Incoming& link,
-    const std::string& what) const {
-  const Lock lock(mutex_);
-  Failure failure{rank_, 0, 0, "", "ProtocolError", ""};
-  std::string expected = "a message";
-  if (!link.asked.empty()) {
-    const Header& header = link.asked.front()->expected;
-    failure.stage = header.target;
-    failure.microbatch = header.microbatch;
-    expected = describe(header);
-  }
-  failure.message = c10::str(
-      "rank ",
-      rank_,
-      " expected ",
-      expected,
-      ", but rank ",
-      link.peer,
-      " sent another message: ",
-      what);
-  return failure;
 }
 
 void Transport::Engine::stop(Incoming& link) {
@@ -280,12 +191,15 @@ void Transport::Engine::close() {
     stopping_ = true;
     changed_.notify_all();
     watching_.notify_all();
+    delaying_.notify_all();
   }
   for (auto& entry : incoming_) {
     stop(*entry.second);
   }
-  if (watcher_.joinable()) {
-    watcher_.join();
+  for (std::thread* thread : {&watcher_, &delayer_}) {
+    if (thread->joinable()) {
+      thread->join();
+    }
   }
   const Lock lock(mutex_);
   for (auto& entry : incoming_) {

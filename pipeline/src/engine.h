@@ -7,6 +7,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <list>
 #include <map>
 #include <mutex>
@@ -27,9 +28,10 @@ inline std::chrono::nanoseconds in_seconds(double value) {
 // message from thread to thread costs more than a small message takes. Threads
 // exist for what must go on while the caller computes: one listens to the
 // control messages of each control peer, one per link posts the payload of
-// messages that are too large for one transmission, and one wakes callers whose
-// wait has lasted long enough. Threads hold a shared pointer, so one that
-// cannot be stopped never outlives what it uses.
+// messages that are too large for one transmission, one wakes callers whose
+// wait has lasted long enough, and one posts what a slow link holds back.
+// Threads hold a shared pointer, so one that cannot be stopped never outlives
+// what it uses.
 class Transport::Engine : public std::enable_shared_from_this<Engine> {
  public:
   Engine(
@@ -40,13 +42,14 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   void begin(uint64_t step, bool evaluation);
   Outcome send(
       int64_t peer,
-      MessageClass link_class,
+      Channel channel,
       Header header,
       const std::vector<at::Tensor>& tensors,
       double seconds);
-  int64_t receive(int64_t peer, MessageClass link_class, Header expected);
+  int64_t receive(int64_t peer, Channel channel, Header expected);
   Outcome wait(int64_t ticket, double seconds);
   Message take(int64_t ticket);
+  int64_t pending() const;
   bool flush(double seconds);
   void fail(const std::string& structure, int64_t except);
   std::string failure() const;
@@ -61,9 +64,12 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   // A message that was asked for.
   struct Receipt {
     int64_t peer = 0;
-    MessageClass link_class = MessageClass::kControl;
+    Channel channel = Channel::kControl;
     Header expected;
-    Work frame;            // receives into the link's buffer
+    at::Tensor buffer;     // for the frame and a small payload
+    Work frame;            // receives into it
+    bool posted = false;   // once and for all
+    bool awaited = false;  // a caller waits for the frame
     bool threaded = false; // the link's thread does the rest
     std::optional<Message> message;
     std::optional<Time> since; // start of the wait
@@ -72,6 +78,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   struct Parcel {
     std::deque<Work> works;
     std::vector<at::Tensor> tensors;
+    std::optional<Time> due; // held back until then, nothing is posted yet
   };
   // One class of messages to one peer.
   struct Outgoing {
@@ -79,16 +86,19 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
     int tag = 0;
     std::deque<Parcel> parcels; // posted and not known to have left
     std::optional<Time> full_since;
+    std::chrono::nanoseconds delay{0};
   };
-  // One class of messages from one peer. Of one link one message at a time is
-  // received, as only its header says what follows it.
+  // One class of messages from one peer. Frames are received ahead, as many as
+  // may be under way; what does not fit a frame's buffer has a tag of its own
+  // and is received after the header that describes it.
   struct Incoming {
     int64_t peer = 0;
     int tag = 0;
-    at::Tensor buffer; // header frame and room for a small payload
     std::deque<std::shared_ptr<Receipt>> asked;
-    std::deque<Message> unasked; // control messages that came first
-    bool large = false;          // the last message did not fit the buffer
+    std::vector<at::Tensor> spare; // buffers for frames
+    std::deque<Message> unasked;   // control messages that came first
+    bool large =
+        true; // the last message had a payload of its own, or is unknown
     std::condition_variable wake;
     Work current; // what the thread waits for
     bool finished = false;
@@ -99,27 +109,35 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
     Work work;
     Time limit;
   };
-  using Key = std::pair<int64_t, MessageClass>;
+  using Key = std::pair<int64_t, Channel>;
 
   // Gloo closes all connections of a group when one wait times out, so no wait
   // of ours ever does: it is ended from outside, and the connections stay.
   static constexpr std::chrono::milliseconds kForever =
       std::chrono::hours(24 * 3650);
+  // How often waits are looked at. A caller with signals to serve waits in
+  // slices of this order.
+  static constexpr std::chrono::milliseconds kTick{50};
 
   // For callers. Those that take a lock hold mutex_ meanwhile.
-  Outgoing& outgoing(int64_t peer, MessageClass link_class);
-  Incoming& incoming(int64_t peer, MessageClass link_class);
+  Outgoing& outgoing(int64_t peer, Channel channel);
+  Incoming& incoming(int64_t peer, Channel channel);
   bool make_room(Lock& lock, Outgoing& link, size_t most, Time limit);
   bool wait_for(Lock& lock, const Work& work, Time limit);
+  bool wait_once(Lock& lock, const Work& work, Time limit);
+  bool patiently(Time limit, const std::function<bool(Time)>& wait);
   void progress(Lock& lock, Incoming& link, Time limit);
-  void post_next(Incoming& link);
+  void post_frames(Incoming& link);
+  void next_message(Incoming& link);
+  void hand_over();
+  at::Tensor take_buffer(Incoming& link);
   void watch();
   Time limit_of(std::optional<Time>* since, double seconds) const;
   bool overdue(const std::optional<Time>& since) const;
   void fail_with(const Failure& failure, int64_t except = -1);
   Failure timed_out(
       bool sends,
-      MessageClass link_class,
+      Channel channel,
       const Header& header,
       int64_t peer) const;
   std::vector<int64_t> control_peers() const;
@@ -130,17 +148,23 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   // Messages on the wire, by callers and threads.
   void
   post(Outgoing& link, Header header, const std::vector<at::Tensor>& tensors);
-  Work post_receive(Incoming& link, const at::Tensor& bytes);
+  void post_parcel(const Outgoing& link, Parcel& parcel);
+  Work post_receive(const Incoming& link, const at::Tensor& bytes, int tag);
   bool open_frame(Incoming& link, Receipt& receipt);
-  std::optional<Message> pull_rest(Incoming& link);
+  std::optional<Message> pull_rest(Incoming& link, const at::Tensor& frame);
   void launch(Incoming& link, void (Engine::*run)(Incoming&));
   void run_incoming(Incoming& link);
   void run_control(Incoming& link);
+  void run_delayed();
+  std::optional<Time> post_due(int64_t* peer);
   bool await(Incoming& link, const Work& work);
   static void abort_wait(const Work& work);
   void match(Incoming& link);
   void stop(Incoming& link);
-  int tag(MessageClass link_class, int64_t from, int64_t to) const;
+  int tag(Channel channel, int64_t from, int64_t to) const;
+  static int payload_tag(int tag) {
+    return tag + 1;
+  }
   Failure lost_peer(int64_t peer) const;
   Failure broken_protocol(const Incoming& link, const std::string& what) const;
 
@@ -153,8 +177,10 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   mutable std::mutex mutex_;        // guards all below
   std::condition_variable changed_; // a message came, or all is lost
   std::condition_variable watching_;
+  std::condition_variable delaying_; // a message was held back
   uint64_t step_ = 0;
   uint8_t flags_ = 0;
+  int stuck_ = 0; // callers whose wait lasts
   bool stopping_ = false;
   std::string failure_;
   int64_t next_ticket_ = 0;
@@ -163,6 +189,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   std::map<Key, std::unique_ptr<Incoming>> incoming_;
   std::list<Waiting> waiting_;
   std::thread watcher_;
+  std::thread delayer_; // runs if any link of this rank is to be slow
 };
 
 } // namespace torch_sm3::pipeline

@@ -12,7 +12,7 @@ constexpr uint16_t kVersion = 1;
 // magic, version, class, flags, step, epoch, microbatch, source, target, number
 // of tensors, bytes of the structure, bytes of structure and tensors together.
 constexpr size_t kFixedBytes = 4 + 2 + 1 + 1 + 8 + 4 + 4 + 2 + 2 + 4 + 4 + 4;
-constexpr uint8_t kClasses = 4;
+constexpr uint8_t kClasses = 5;
 constexpr size_t kMaxRank = 64;
 
 // Little-endian on every machine, so that ranks may differ in kind.
@@ -159,6 +159,8 @@ const char* class_name(MessageClass message_class) {
       return "control";
     case MessageClass::kPoison:
       return "poison";
+    case MessageClass::kSkip:
+      return "skip";
   }
   return "unknown";
 }

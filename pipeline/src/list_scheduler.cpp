@@ -3,6 +3,7 @@
 #include <list_scheduler.h>
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <limits>
 #include <queue>
@@ -43,6 +44,9 @@ class ListScheduler {
         stages_[own[k]].kept_free = later;
         later += policy.weights[own[k]];
       }
+      if (policy.shares) {
+        share(own);
+      }
     }
   }
 
@@ -79,7 +83,29 @@ class ListScheduler {
     double down = 0;      // time of a message to the next stage
     double up = 0;        // and to the one before
     double kept_free = 0; // for later chunks of the rank
+    uint32_t most = ~0u;  // in flight
   };
+
+  // In units of one hop, an activation of stage s lives until the microbatch
+  // has gone to the last stage and its gradient has come back.
+  double life(uint32_t s) const {
+    return 2.0 * (shape_.stages - 1 - s) + 1;
+  }
+
+  void share(const std::vector<uint32_t>& own) {
+    double lives = 0;
+    for (const uint32_t s : own) {
+      lives += life(s) * policy_.weights[s];
+    }
+    if (lives <= 0) {
+      return; // what takes no room needs no share of it
+    }
+    for (const uint32_t s : own) {
+      const double wanted = policy_.budgets[stages_[s].rank] * life(s) / lives;
+      const double most = std::ceil(std::min<double>(wanted, m_) - 1e-9);
+      stages_[s].most = std::max(1u, static_cast<uint32_t>(most));
+    }
+  }
 
   double time_between(uint32_t from, uint32_t to) const {
     if (to >= shape_.stages || shape_.placement[from] == shape_.placement[to]) {
@@ -103,7 +129,8 @@ class ListScheduler {
     const Stage& stage = stages_[s];
     const double after =
         held_[stage.rank] + policy_.weights[s] + stage.kept_free;
-    return after <= policy_.budgets[stage.rank] * (1 + 1e-12);
+    return stage.forwards - stage.weights < stage.most &&
+           after <= policy_.budgets[stage.rank] * (1 + 1e-12);
   }
 
   // Takes the best action that is ready; else comes back when the next will be.

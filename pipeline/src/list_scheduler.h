@@ -17,6 +17,9 @@ struct ListPolicy {
   std::vector<double> weights;
   /// Whether a forward of a later chunk goes before an input gradient.
   bool forwards_first = false;
+  /// Whether each chunk gets a share of its rank's budget by how long its
+  /// activations live, instead of all but one for each later chunk.
+  bool shares = false;
 };
 
 /// Schedules F, I and W of a pipeline: a rank that becomes free takes what is

@@ -63,12 +63,16 @@ Pattern pattern_of(VKind kind, uint32_t p) {
 
 class LockStep {
  public:
-  LockStep(const Sizes& sizes, VKind kind)
+  LockStep(const Sizes& sizes, VKind kind, VRoom more)
       : p_(sizes.ranks),
         m_(sizes.microbatches),
         last_(2 * sizes.ranks - 1),
+        more_(more),
         pattern_(pattern_of(kind, sizes.ranks)),
         stages_(size_t{2} * sizes.ranks) {
+    pattern_.capacity += more.chunks;
+    // With more room, what can run early is worth more than the pattern.
+    pattern_.strict = pattern_.strict && more.chunks == 0;
     const auto down = [&](uint32_t rank) {
       return pattern_.down * rank +
              (rank >= pattern_.late_rank ? kPeriod / 2 : 0);
@@ -158,7 +162,7 @@ class LockStep {
   uint32_t room_below(uint32_t rank) const {
     const Stage& stage = stages_[rank];
     const uint32_t life = stage.input_due + 1 - stage.forward_due;
-    return std::min(pattern_.capacity - 1, life / kPeriod + 1);
+    return std::min(pattern_.capacity - 1, life / kPeriod + 1 + more_.first);
   }
 
   Action choose(uint32_t rank) const {
@@ -226,14 +230,15 @@ class LockStep {
   uint32_t p_;
   uint32_t m_;
   uint32_t last_;
+  VRoom more_;
   Pattern pattern_;
   std::vector<Stage> stages_;
 };
 
 } // namespace
 
-Rows v_rows(const Sizes& sizes, RankRange range, VKind kind) {
-  return LockStep(sizes, kind).run(range);
+Rows v_rows(const Sizes& sizes, RankRange range, VKind kind, VRoom more) {
+  return LockStep(sizes, kind, more).run(range);
 }
 
 } // namespace torch_sm3::pipeline

@@ -84,7 +84,13 @@ Rows zero_bubble_rows(const Sizes& sizes, RankRange range, bool long_warmup);
 
 // planner_v.cpp: zbv, v_half, v_min.
 enum class VKind : uint8_t { kZeroBubble, kHalf, kMin };
-Rows v_rows(const Sizes& sizes, RankRange range, VKind kind);
+// What a rank may hold beyond its kind: of both chunks, and of the first. For
+// the search; the kinds themselves have none.
+struct VRoom {
+  uint32_t chunks = 0;
+  uint32_t first = 0;
+};
+Rows v_rows(const Sizes& sizes, RankRange range, VKind kind, VRoom more = {});
 
 // planner_dualpipe.cpp
 Rows dualpipe_rows(const Sizes& sizes, RankRange range);

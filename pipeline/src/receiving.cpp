@@ -3,31 +3,34 @@
 #include <engine.h>
 #include <payload.h>
 
+#include <algorithm>
+
 namespace torch_sm3::pipeline {
-int64_t Transport::Engine::receive(
-    int64_t peer,
-    MessageClass link_class,
-    Header expected) {
+int64_t
+Transport::Engine::receive(int64_t peer, Channel channel, Header expected) {
   Lock lock(mutex_);
   const int64_t ticket = next_ticket_++;
   auto receipt = std::make_shared<Receipt>();
-  expected.message_class = link_class;
+  expected.message_class = class_of(channel);
   expected.step = step_;
   expected.flags = flags_;
   receipt->peer = peer;
-  receipt->link_class = link_class;
+  receipt->channel = channel;
   receipt->expected = std::move(expected);
   receipts_[ticket] = receipt;
   if (lost() || stopping_) {
     return ticket;
   }
-  Incoming& link = incoming(peer, link_class);
+  Incoming& link = incoming(peer, channel);
   link.asked.push_back(std::move(receipt));
   try {
-    if (link_class == MessageClass::kControl) {
+    if (channel == Channel::kControl) {
       match(link);
-    } else if (link.asked.size() == 1) {
-      post_next(link);
+      return ticket;
+    }
+    post_frames(link);
+    if (link.asked.size() == 1) {
+      next_message(link);
     }
   } catch (const HeaderError& error) {
     const std::string what = error.what();
@@ -40,16 +43,55 @@ int64_t Transport::Engine::receive(
   return ticket;
 }
 
-// Begins to receive the first message that was asked for.
-void Transport::Engine::post_next(Incoming& link) {
+at::Tensor Transport::Engine::take_buffer(Incoming& link) {
+  if (link.spare.empty()) {
+    return empty_bytes(kFrameBytes + kSmallPayload);
+  }
+  at::Tensor buffer = std::move(link.spare.back());
+  link.spare.pop_back();
+  return buffer;
+}
+
+// Begins to receive the frames of as many messages as may be under way, so that
+// a message leaves its sender even while its receiver computes or waits for
+// something else.
+void Transport::Engine::post_frames(Incoming& link) {
+  const size_t most =
+      std::min(link.asked.size(), static_cast<size_t>(options_.max_pending));
+  for (size_t i = 0; i < most; ++i) {
+    Receipt& receipt = *link.asked[i];
+    if (!receipt.posted) {
+      receipt.posted = true;
+      receipt.buffer = take_buffer(link);
+      receipt.frame = post_receive(link, receipt.buffer, link.tag);
+    }
+  }
+}
+
+// Decides who receives the first message of a link.
+void Transport::Engine::next_message(Incoming& link) {
   if (link.asked.empty()) {
     return;
   }
-  Receipt& receipt = *link.asked.front();
-  receipt.frame = post_receive(link, link.buffer);
-  receipt.threaded = link.large;
-  if (receipt.threaded) {
-    link.wake.notify_one();
+  link.asked.front()->threaded = link.large || stuck_ > 0;
+  if (!link.asked.front()->threaded) {
+    return;
+  }
+  if (!link.thread.joinable()) {
+    launch(link, &Engine::run_incoming);
+  }
+  link.wake.notify_one();
+}
+
+// Lets the threads receive what was asked for, while a caller waits for another
+// thing: its peer may wait for one of these messages to leave.
+void Transport::Engine::hand_over() {
+  for (auto& entry : incoming_) {
+    Incoming& link = *entry.second;
+    if (entry.first.second != Channel::kControl && !link.asked.empty() &&
+        !link.asked.front()->threaded && !link.asked.front()->awaited) {
+      next_message(link);
+    }
   }
 }
 
@@ -57,25 +99,28 @@ void Transport::Engine::post_next(Incoming& link) {
 void Transport::Engine::progress(Lock& lock, Incoming& link, Time limit) {
   const std::shared_ptr<Receipt> first = link.asked.front();
   if (first->threaded || !first->frame) {
-    changed_.wait_until(lock, limit, [&] { return lost() || first->message; });
+    patiently(limit, [&](Time until) {
+      return changed_.wait_until(
+          lock, until, [&] { return lost() || first->message; });
+    });
     return;
   }
-  if (!wait_for(lock, first->frame, limit) || lost() || stopping_) {
+  first->awaited = true;
+  const bool done = wait_for(lock, first->frame, limit);
+  first->awaited = false;
+  if (!done || lost() || stopping_) {
     return;
   }
   if (open_frame(link, *first)) {
     link.asked.pop_front();
-    post_next(link);
+    post_frames(link);
+    next_message(link);
     return;
   }
   // The payload is a transmission of its own; the next ones will be, too, and
   // from now on they move while the caller computes.
   link.large = true;
-  first->threaded = true;
-  if (!link.thread.joinable()) {
-    launch(link, &Engine::run_incoming);
-  }
-  link.wake.notify_one();
+  next_message(link);
 }
 
 Outcome Transport::Engine::wait(int64_t ticket, double seconds) {
@@ -87,7 +132,7 @@ Outcome Transport::Engine::wait(int64_t ticket, double seconds) {
       ticket,
       " (argument 'ticket')");
   const std::shared_ptr<Receipt> receipt = found->second;
-  Incoming& link = incoming(receipt->peer, receipt->link_class);
+  Incoming& link = incoming(receipt->peer, receipt->channel);
   const Time limit = limit_of(&receipt->since, seconds);
   try {
     while (!receipt->message && !lost() && Clock::now() < limit) {
@@ -114,7 +159,7 @@ Outcome Transport::Engine::wait(int64_t ticket, double seconds) {
   }
   lock.unlock();
   fail_with(
-      timed_out(false, receipt->link_class, receipt->expected, receipt->peer));
+      timed_out(false, receipt->channel, receipt->expected, receipt->peer));
   return Outcome::kLost;
 }
 
@@ -134,24 +179,26 @@ Message Transport::Engine::take(int64_t ticket) {
       " (argument 'ticket')");
 }
 
-Transport::Engine::Work
-Transport::Engine::post_receive(Incoming& link, const at::Tensor& bytes) {
+Transport::Engine::Work Transport::Engine::post_receive(
+    const Incoming& link,
+    const at::Tensor& bytes,
+    int tag) {
   std::vector<at::Tensor> one{bytes};
-  return group_->recv(one, static_cast<int>(link.peer), link.tag);
+  return group_->recv(one, static_cast<int>(link.peer), tag);
 }
 
-// Takes the message whose frame has arrived in the link's buffer, if it is
-// whole. The caller holds mutex_.
+// Takes the message whose frame has arrived, if it is whole. The caller holds
+// mutex_.
 bool Transport::Engine::open_frame(Incoming& link, Receipt& receipt) {
   receipt.frame.reset();
-  const auto* data = link.buffer.const_data_ptr<uint8_t>();
-  const Header head = decode_fixed(data);
+  const Header head = decode_fixed(receipt.buffer.const_data_ptr<uint8_t>());
   // Compared before anything is allocated for it.
   check(receipt.expected, head);
   if ((head.flags & kTogether) == 0) {
     return false;
   }
-  receipt.message = unpack(link.buffer);
+  receipt.message = unpack(receipt.buffer);
+  link.spare.push_back(std::move(receipt.buffer));
   return true;
 }
 

@@ -5,6 +5,8 @@
 #include <search_costs.h>
 
 #include <algorithm>
+#include <limits>
+#include <tuple>
 
 namespace torch_sm3::pipeline {
 namespace {
@@ -12,6 +14,7 @@ namespace {
 constexpr uint32_t kMostChunks = 4;
 constexpr int64_t kMostRounds = 3;
 constexpr size_t kMostGroups = 4;
+constexpr uint32_t kMostWidths = 6;
 
 class Search {
  public:
@@ -33,6 +36,7 @@ class Search {
           std::to_string(stages),
           "costs");
     }
+    check_options(options, units());
     for (double& latency : given_.latency) {
       latency = std::max(latency, options.link_cost);
     }
@@ -43,21 +47,41 @@ class Search {
       with_chunks(sizes_.chunks, given_);
       return trials_.take();
     }
-    for (uint32_t v = 1; v <= kMostChunks; ++v) {
-      if (const std::optional<Costs> costs = regroup(given_, sizes_.ranks, v)) {
-        with_chunks(v, *costs);
-      } else {
+    for (const uint32_t v : chunk_counts()) {
+      const std::string name = "chunks=" + std::to_string(v);
+      const std::optional<Costs> costs = regroup(given_, sizes_.ranks, v);
+      if (!costs) {
         trials_.refuse(
-            "chunks=" + std::to_string(v),
+            name,
             "the costs of " + std::to_string(given_.stages.size()) +
                 " stages cannot be put together into " +
                 std::to_string(sizes_.ranks * v));
+      } else if (options_.split * sizes_.ranks * v % units() != 0) {
+        trials_.refuse(name, "the decoder would begin within a stage");
+      } else {
+        with_chunks(v, *costs);
       }
     }
     return trials_.take();
   }
 
  private:
+  // A few, and as many as the costs are given for.
+  std::vector<uint32_t> chunk_counts() const {
+    std::vector<uint32_t> counts;
+    for (uint32_t v = 1; v <= kMostChunks; ++v) {
+      if (uint64_t{v} * sizes_.ranks <= std::numeric_limits<uint16_t>::max()) {
+        counts.push_back(v);
+      }
+    }
+    const auto given =
+        static_cast<uint32_t>(given_.stages.size() / sizes_.ranks);
+    if (given > kMostChunks) {
+      counts.push_back(given);
+    }
+    return counts;
+  }
+
   PlanOptions of_kind(const char* kind, uint32_t chunks, const Costs& costs) {
     PlanOptions options = options_;
     options.kind = kind;
@@ -65,7 +89,20 @@ class Search {
     options.costs = costs;
     options.memory_limit.clear();
     options.group_size = 0;
+    options.split = split_of(chunks);
     return options;
+  }
+
+  // Stages that the caller counts in: those of the costs, or one per rank.
+  int64_t units() const {
+    if (options_.chunks > 0) {
+      return int64_t{sizes_.ranks} * sizes_.chunks;
+    }
+    return std::max<int64_t>(
+        sizes_.ranks, static_cast<int64_t>(given_.stages.size()));
+  }
+  int64_t split_of(uint32_t chunks) const {
+    return options_.split * sizes_.ranks * chunks / units();
   }
 
   void named(const std::string& name, const PlanOptions& options) {
@@ -161,7 +198,34 @@ class Search {
     } else {
       named("dualpipe_v", of_kind("dualpipe_v", 2, costs));
     }
+    wider_valleys(costs);
     lists("zbv", 2, costs, "list chunks=2 placement=v");
+  }
+
+  // Between the memory of v_half or v_min and that of zbv.
+  void wider_valleys(const Costs& costs) {
+    const uint32_t p = sizes_.ranks;
+    Schedule schedule = plan(of_kind("zbv", 2, costs));
+    schedule.kind = options_.kind;
+    for (const auto& [name, kind, least] :
+         {std::tuple("v_half", VKind::kHalf, (p + 2) / 2),
+          std::tuple("v_min", VKind::kMin, (p + 4) / 3)}) {
+      const uint32_t step = std::max(1u, (p - least) / kMostWidths);
+      for (uint32_t more = step; least + more <= p; more += step) {
+        for (const uint32_t first : {more, more + 1}) {
+          schedule.rows = v_rows(sizes_of(2), {0, p}, kind, {2 * more, first});
+          trials_.measure(
+              std::string(name) + " more=" + std::to_string(more) +
+                  " first=" + std::to_string(first),
+              schedule,
+              costs);
+        }
+      }
+    }
+  }
+
+  Sizes sizes_of(uint32_t chunks) const {
+    return {sizes_.ranks, chunks, sizes_.microbatches};
   }
 
   void lists(
@@ -185,8 +249,6 @@ Choice search(const PlanOptions& options) {
   if (options.kind != "auto") {
     refuse_plan("kind auto", "'" + options.kind + "'", "kind");
   }
-  const Sizes sizes = check_sizes(options, {1, true});
-  check_options(options, int64_t{sizes.ranks} * sizes.chunks);
   return Search(options).run();
 }
 

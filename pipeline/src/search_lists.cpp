@@ -48,8 +48,9 @@ class Lists {
 
   // Budgets that no limit asks for: from one microbatch per rank up to twice
   // the number of ranks, where no rank of equal stages waits any more.
-  void even(bool forwards_first) {
+  void even(bool forwards_first, bool shares) {
     policy_.forwards_first = forwards_first;
+    policy_.shares = shares;
     const double chunks = static_cast<double>(shape_.stages) / shape_.ranks;
     const double most = std::min<double>(
         2.0 * shape_.ranks, static_cast<double>(shape_.microbatches));
@@ -66,11 +67,12 @@ class Lists {
   }
 
   // All that the limits leave.
-  void up_to_limits(bool forwards_first) {
+  void up_to_limits(bool forwards_first, bool shares) {
     if (!bytes_ || std::isinf(trials_->limit(0))) {
       return;
     }
     policy_.forwards_first = forwards_first;
+    policy_.shares = shares;
     policy_.budgets.resize(shape_.ranks);
     std::vector<double> messages(shape_.ranks);
     // Messages take room too; how much, only the plan tells.
@@ -113,7 +115,8 @@ class Lists {
     Schedule schedule = shape_;
     schedule.rows = schedule_list(shape_, costs_, policy_);
     return trials_->measure(
-        name_ + budget + (policy_.forwards_first ? " forwards_first" : ""),
+        name_ + budget + (policy_.forwards_first ? " forwards_first" : "") +
+            (policy_.shares ? " shares" : ""),
         std::move(schedule),
         costs_);
   }
@@ -139,11 +142,13 @@ void try_lists(
   const bool many = shape.stages > shape.ranks;
   Lists lists(std::move(shape), costs, name, trials);
   for (const bool forwards_first : {false, true}) {
-    // With one chunk there is no later one to prefer.
-    if (!forwards_first || many) {
-      lists.even(forwards_first);
-      if (!options.memory_limit.empty()) {
-        lists.up_to_limits(forwards_first);
+    for (const bool shares : {false, true}) {
+      // With one chunk there is no later one to prefer or to share with.
+      if (many || (!forwards_first && !shares)) {
+        lists.even(forwards_first, shares);
+        if (!options.memory_limit.empty()) {
+          lists.up_to_limits(forwards_first, shares);
+        }
       }
     }
   }

@@ -11,6 +11,13 @@ bool Transport::Engine::make_room(
     size_t most,
     Time limit) {
   while (link.parcels.size() > most) {
+    const Parcel& first = link.parcels.front();
+    if (first.due) {
+      const auto posted = [&] { return !first.due || stopping_; };
+      if (!changed_.wait_until(lock, limit, posted) || stopping_) {
+        return false;
+      }
+    }
     std::deque<Work>& works = link.parcels.front().works;
     if (works.empty()) {
       link.parcels.pop_front();
@@ -27,12 +34,15 @@ bool Transport::Engine::make_room(
 
 Outcome Transport::Engine::send(
     int64_t peer,
-    MessageClass link_class,
+    Channel channel,
     Header header,
     const std::vector<at::Tensor>& tensors,
     double seconds) {
   Lock lock(mutex_);
-  Outgoing& link = outgoing(peer, link_class);
+  Outgoing& link = outgoing(peer, channel);
+  if (header.message_class != MessageClass::kPoison) {
+    header.message_class = class_of(channel);
+  }
   header.step = step_;
   header.flags = flags_;
   bool posted = false;
@@ -65,7 +75,7 @@ Outcome Transport::Engine::send(
     return Outcome::kDone;
   }
   lock.unlock();
-  fail_with(timed_out(true, link_class, header, peer));
+  fail_with(timed_out(true, channel, header, peer));
   return Outcome::kLost;
 }
 
@@ -102,13 +112,72 @@ void Transport::Engine::post(
     parcel.tensors.insert(parcel.tensors.end(), payload.begin(), payload.end());
   }
   const Lock posting(posting_);
-  for (const at::Tensor& tensor : parcel.tensors) {
-    std::vector<at::Tensor> one{tensor};
-    parcel.works.push_back(
-        group_->send(one, static_cast<int>(link.peer), link.tag));
+  if (link.delay.count() == 0) {
+    post_parcel(link, parcel);
   }
   const Lock lock(mutex_);
+  if (link.delay.count() > 0) {
+    parcel.due = Clock::now() + link.delay;
+    delaying_.notify_all();
+  }
   link.parcels.push_back(std::move(parcel));
+}
+
+// The frame, then what did not fit it.
+void Transport::Engine::post_parcel(const Outgoing& link, Parcel& parcel) {
+  int tag = link.tag;
+  for (const at::Tensor& tensor : parcel.tensors) {
+    std::vector<at::Tensor> one{tensor};
+    parcel.works.push_back(group_->send(one, static_cast<int>(link.peer), tag));
+    tag = payload_tag(link.tag);
+  }
+}
+
+// Posts the messages whose time has come; returns when the next one's comes.
+// The caller holds mutex_, and learns by `peer` to whom a post failed.
+std::optional<Transport::Engine::Time>
+Transport::Engine::post_due(int64_t* peer) {
+  std::optional<Time> next;
+  for (auto& entry : outgoing_) {
+    *peer = entry.second->peer;
+    for (Parcel& parcel : entry.second->parcels) {
+      if (parcel.due && *parcel.due <= Clock::now()) {
+        post_parcel(*entry.second, parcel);
+        parcel.due.reset();
+        changed_.notify_all();
+      } else if (parcel.due) {
+        next = std::min(next.value_or(*parcel.due), *parcel.due);
+        break; // those behind it are due later
+      }
+    }
+  }
+  return next;
+}
+
+void Transport::Engine::run_delayed() {
+  Lock lock(mutex_);
+  int64_t peer = rank_;
+  try {
+    while (!stopping_) {
+      if (const std::optional<Time> next = post_due(&peer)) {
+        delaying_.wait_until(lock, *next);
+      } else {
+        delaying_.wait(lock);
+      }
+    }
+  } catch (const std::exception&) {
+    lock.unlock();
+    fail_with(lost_peer(peer), peer);
+  }
+}
+
+int64_t Transport::Engine::pending() const {
+  const Lock lock(mutex_);
+  int64_t sum = 0;
+  for (const auto& entry : outgoing_) {
+    sum += static_cast<int64_t>(entry.second->parcels.size());
+  }
+  return sum;
 }
 
 bool Transport::Engine::flush(double seconds) {

@@ -35,14 +35,16 @@ bool Transport::Engine::await(Incoming& link, const Work& work) {
   return done && !stopping_;
 }
 
-// Receives what follows the frame in the link's buffer; nothing is returned if
-// the transport closes. For the link's thread.
-std::optional<Message> Transport::Engine::pull_rest(Incoming& link) {
-  const auto* data = link.buffer.const_data_ptr<uint8_t>();
+// Receives what follows a frame; nothing is returned if the transport closes.
+// For the link's thread.
+std::optional<Message>
+Transport::Engine::pull_rest(Incoming& link, const at::Tensor& buffer) {
+  const auto* data = buffer.const_data_ptr<uint8_t>();
+  const int tag = payload_tag(link.tag);
   std::vector<uint8_t> bytes(data, data + kFrameBytes);
   if (const size_t more = second_frame_bytes(data)) {
     const at::Tensor frame = empty_bytes(more);
-    if (!await(link, post_receive(link, frame))) {
+    if (!await(link, post_receive(link, frame, tag))) {
       return std::nullopt;
     }
     const auto* rest = frame.const_data_ptr<uint8_t>();
@@ -54,7 +56,7 @@ std::optional<Message> Transport::Engine::pull_rest(Incoming& link) {
     message.tensors.push_back(allocate(meta));
     if (message.tensors.back().numel() > 0) {
       works.push_back(
-          post_receive(link, payload_bytes(message.tensors.back())));
+          post_receive(link, payload_bytes(message.tensors.back()), tag));
     }
   }
   for (const Work& work : works) {
@@ -88,16 +90,18 @@ void Transport::Engine::run_incoming(Incoming& link) {
       link.large = !open_frame(link, *receipt);
     }
     if (!receipt->message) {
-      std::optional<Message> message = pull_rest(link);
+      std::optional<Message> message = pull_rest(link, receipt->buffer);
       if (!message) {
         return;
       }
       const Lock lock(mutex_);
       receipt->message = std::move(message);
+      link.spare.push_back(std::move(receipt->buffer));
     }
     const Lock lock(mutex_);
     link.asked.pop_front();
-    post_next(link);
+    post_frames(link);
+    next_message(link);
     changed_.notify_all();
   }
 }
@@ -105,11 +109,12 @@ void Transport::Engine::run_incoming(Incoming& link) {
 // Control messages are received before anyone asks, because an alarm may come
 // at any time.
 void Transport::Engine::run_control(Incoming& link) {
-  while (await(link, post_receive(link, link.buffer))) {
-    const auto* data = link.buffer.const_data_ptr<uint8_t>();
-    std::optional<Message> message = (decode_fixed(data).flags & kTogether) != 0
-                                         ? unpack(link.buffer)
-                                         : pull_rest(link);
+  const at::Tensor buffer = empty_bytes(kFrameBytes + kSmallPayload);
+  while (await(link, post_receive(link, buffer, link.tag))) {
+    const Header head = decode_fixed(buffer.const_data_ptr<uint8_t>());
+    std::optional<Message> message = (head.flags & kTogether) != 0
+                                         ? unpack(buffer)
+                                         : pull_rest(link, buffer);
     if (!message) {
       return;
     }

@@ -43,15 +43,15 @@ void Transport::begin(uint64_t step, bool evaluation) {
 
 Outcome Transport::send(
     int64_t peer,
-    MessageClass link,
+    Channel channel,
     Header header,
     const std::vector<at::Tensor>& tensors,
     double seconds) {
-  return engine_->send(peer, link, std::move(header), tensors, seconds);
+  return engine_->send(peer, channel, std::move(header), tensors, seconds);
 }
 
-int64_t Transport::receive(int64_t peer, MessageClass link, Header expected) {
-  return engine_->receive(peer, link, std::move(expected));
+int64_t Transport::receive(int64_t peer, Channel channel, Header expected) {
+  return engine_->receive(peer, channel, std::move(expected));
 }
 
 Outcome Transport::wait(int64_t ticket, double seconds) {
@@ -60,6 +60,10 @@ Outcome Transport::wait(int64_t ticket, double seconds) {
 
 Message Transport::take(int64_t ticket) {
   return engine_->take(ticket);
+}
+
+int64_t Transport::pending() const {
+  return engine_->pending();
 }
 
 bool Transport::flush(double seconds) {

@@ -99,6 +99,11 @@ bool Trials::better(const Candidate& candidate) const {
 }
 
 Choice Trials::take() {
+  if (!best_ && least_.empty()) {
+    throw ScheduleError(
+        "plan: expected options that some plan can keep to, but got none: " +
+        candidates_.back().plan + ": " + candidates_.back().refused);
+  }
   if (!best_) {
     // The limit that some plan keeps; with a limit per rank, the peaks of the
     // plan that lacks least.

@@ -2,8 +2,15 @@
 // The backward of one stage in a program without Python.
 #include <torch_sm3/pipeline/backward.h>
 
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
+
+#include <memory>
+#include <vector>
 
 namespace {
 
@@ -36,10 +43,10 @@ struct Net : torch::nn::Module {
     register_module("a", a);
     register_module("norm", norm);
     register_module("b", b);
-    w = register_parameter("w", torch::rand({4}));
+    w = register_parameter("w", at::rand({4}));
   }
   at::Tensor forward(const at::Tensor& x) {
-    return b(Once::apply(torch::tanh(norm(a(x))), w)) + w;
+    return b(Once::apply(at::tanh(norm(a(x))), w)) + w;
   }
   torch::nn::Linear a{4, 4};
   torch::nn::LayerNorm norm{torch::nn::LayerNormOptions({4})};
@@ -59,10 +66,10 @@ std::vector<at::Tensor> gradients_of(Net& net) {
 class PipelineBackward : public ::testing::Test {
  protected:
   void SetUp() override {
-    torch::manual_seed(1);
+    at::manual_seed(1);
     net = std::make_shared<Net>();
-    x = torch::rand({3, 4});
-    gradient = torch::rand({3, 4});
+    x = at::rand({3, 4});
+    gradient = at::rand({3, 4});
     auto leaf = x.clone().requires_grad_();
     net->forward(leaf).backward(gradient);
     expected = gradients_of(*net);
@@ -135,8 +142,8 @@ TEST_F(PipelineBackward, AbsentGradientsAndOutputsWithoutGraph) {
   const auto inner = one.enter({x, x}, {true, false});
   EXPECT_TRUE(inner[0].requires_grad() && !inner[0].is_leaf());
   EXPECT_TRUE(inner[1].is_same(x));
-  one.leave({net->forward(inner[0]), torch::ones({2}), at::Tensor()});
-  const auto found = one.input({at::Tensor(), torch::ones({2}), {}});
+  one.leave({net->forward(inner[0]), at::ones({2}), at::Tensor()});
+  const auto found = one.input({at::Tensor(), at::ones({2}), {}});
   ASSERT_EQ(found.size(), 2);
   EXPECT_FALSE(found[0].defined() || found[1].defined());
   EXPECT_FALSE(one.owes_weight());

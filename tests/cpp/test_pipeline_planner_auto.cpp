@@ -121,6 +121,20 @@ TEST(PlannerAuto, FindsBetterThanAnyNamedKindForUnequalStages) {
   EXPECT_EQ(Schedule::parse(choice.schedule.text()), choice.schedule);
 }
 
+TEST(PlannerAuto, UsesTheRoomBetweenTwoKinds) {
+  // v_half needs 5, zbv 8.
+  const Choice choice = search(automatic(8, 32, {stage(1, 1, 1, 1)}, {6}));
+  double half = 0;
+  for (const Candidate& candidate : choice.alternatives) {
+    if (candidate.plan == "v_half") {
+      half = candidate.makespan;
+    }
+  }
+  EXPECT_GT(half, 0);
+  EXPECT_GT(chosen(choice).peak_bytes, 5);
+  EXPECT_LT(chosen(choice).makespan, half - 1);
+}
+
 TEST(PlannerAuto, TiesGoToLessMemory) {
   // On one rank everything takes equally long.
   const Choice choice = search(automatic(1, 6, {stage(1, 1, 1, 1)}));
@@ -265,6 +279,41 @@ TEST(PlannerAuto, PutsStagesTogether) {
   ASSERT_TRUE(fourth.backward.has_value());
   EXPECT_EQ(fourth.full_backward(), fourth.input + fourth.weight - 0.5);
   EXPECT_THROW(search(automatic(3, 4, stages)), std::invalid_argument);
+}
+
+TEST(PlannerAuto, SplitsWhereTheCostsAreSplit) {
+  // Counted in ranks' shares: half of the model is the encoder.
+  PlanOptions options = automatic(2, 4, {stage(1, 1, 1, 1)});
+  options.split = 1;
+  options.via = "direct";
+  Choice choice = search(options);
+  const auto stages = static_cast<uint16_t>(choice.schedule.stages);
+  for (const Route& route : choice.schedule.routes) {
+    EXPECT_EQ(route.source, stages / 2 - 1);
+  }
+  EXPECT_EQ(choice.schedule.routes.size(), stages / 2 - 1u);
+  // Counted in the stages of the costs: not all can be put together.
+  options.costs->stages.resize(4);
+  options.split = 3;
+  choice = search(options);
+  EXPECT_EQ(choice.schedule.stages, 4u);
+  EXPECT_EQ(choice.alternatives[0].plan, "chunks=1");
+  EXPECT_EQ(
+      choice.alternatives[0].refused, "the decoder would begin within a stage");
+  options.split = 4;
+  EXPECT_THROW(search(options), std::invalid_argument);
+  options.costs->stages.resize(10);
+  options.split = 1;
+  EXPECT_EQ(search(options).schedule.stages, 10u);
+  // A forced group that deadlocks, and no kind but interleaved to take.
+  options = automatic(4, 5, {stage(1, 1, 1, 1)});
+  options.chunks = 3;
+  options.group_size = 4;
+  for (const Candidate& candidate : search(options).alternatives) {
+    if (candidate.plan.rfind("interleaved", 0) == 0) {
+      EXPECT_NE(candidate.refused, "");
+    }
+  }
 }
 
 TEST(PlannerAuto, PlansRoutesAndOneRankAlone) {

@@ -231,3 +231,28 @@ def wrong_data(rank: int, ranks: int) -> list[str]:
     runner.step(microbatches=items, targets=targets)
     runner.close()
     return texts
+
+
+def sampled(rank: int, ranks: int) -> list[str]:
+    """Weight by samples where their number is known at the end only."""
+    sizes = [1, 4, 2]
+    mine, whole = chain(ranks), chain(ranks)
+    items, targets = batches(sizes)
+    schedule = looped(list(range(ranks)), 3)
+    runner = runner_of(mine, schedule, rank, loss_reduction="samples")
+    pairs = list(zip(items, targets, strict=True))
+    result = runner.step(iterator=iter(pairs))
+    again = runner.eval(microbatches=items, targets=targets)
+    runner.close()
+    value = torch.cat(items)
+    for module in whole:
+        value = module(value)
+    loss = squared(value, torch.cat(targets))
+    loss.backward()
+    wrong = []
+    if not torch.allclose(result.loss, loss) or not torch.allclose(again.loss, loss):
+        wrong.append("loss")
+    both = zip(mine[rank].parameters(), whole[rank].parameters(), strict=True)
+    if not all(torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-7) for a, b in both):
+        wrong.append("gradients")
+    return wrong

@@ -332,6 +332,77 @@ def unreduced_stage(rank: int, ranks: int) -> list[str]:
     return [] if alone == (place.stage == 0) else ["stage"]
 
 
+def _sharing() -> list[nn.Module]:
+    modules = chain(4)
+    modules[2][0].weight = modules[0][0].weight
+    return modules
+
+
+def shared_and_thawed(rank: int, ranks: int) -> list[str]:
+    """Share a parameter between two stages of a rank, and thaw others after a step."""
+    wrong = []
+    mine, twins = _sharing(), [_sharing(), _sharing()]
+    data = [batches([2] * 3, seed=replica) for replica in range(2)]
+    for twin, (items, targets) in zip(twins, data, strict=True):
+        accumulate(twin, items, targets, [1 / 3] * 3)
+    with grid(rank) as place:
+        runner = runner_of(
+            mine,
+            plan("interleaved", 2, 3, chunks=2),
+            place.stage,
+            group=place.pipeline,
+            data_parallel=place.replicas,
+        )
+        items, targets = data[place.replica]
+        for thawed in (False, True):
+            for module in mine:
+                module[0].bias.requires_grad_(thawed)
+            runner.zero_grad()
+            runner.step(torch.cat(items), target=torch.cat(targets))
+        runner.close()
+    for s in (place.stage, place.stage + 2):
+        pairs = zip(*(twin[s].parameters() for twin in twins), strict=True)
+        for (name, p), (a, b) in zip(mine[s].named_parameters(), pairs, strict=True):
+            wanted = (a.grad + b.grad) / 2
+            if p.grad is None or not torch.allclose(p.grad, wanted, atol=1e-7):
+                wrong.append(f"stage {s} {name}")
+    return wrong
+
+
+class SparseStage(nn.Module):
+    """Look up rows of an embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x[:, 0].abs().long() % 5)
+
+
+def sparse(rank: int, ranks: int) -> tuple[str, int]:
+    """Reduce sparse gradients over replicas, which is refused on all ranks."""
+    modules = [SparseStage(), *chain(1)]
+    items, targets = batches([2] * 2)
+    with grid(rank) as place:
+        runner = runner_of(
+            modules,
+            plan("1f1b", 2, 2),
+            place.stage,
+            group=place.pipeline,
+            data_parallel=place.replicas,
+        )
+        try:
+            runner.step(torch.cat(items), target=torch.cat(targets))
+            return "nothing", 0
+        except PipelineError as error:
+            return f"{error.action} {error.error_type} {error.message}", len(
+                error.others
+            )
+        finally:
+            runner.close()
+
+
 class Fails(nn.Module):
     """Raise in one call, or in its backward."""
 

@@ -46,7 +46,7 @@ def all_kinds(rank: int, ranks: int) -> list[str]:
             schedule = plan(kind, ranks, m, chunks=chunks)
             mine, whole = chain(schedule.stages), chain(schedule.stages)
             items, targets = batches([2] * m)
-            runner = runner_of(mine, schedule, rank, max_pending=8)
+            runner = runner_of(mine, schedule, rank, max_pending=1)
             result = runner.step(torch.cat(items), target=torch.cat(targets))
             runner.close()
             losses = accumulate(whole, items, targets, [1 / m] * m)
@@ -135,6 +135,68 @@ def routed(rank: int, ranks: int) -> list[str]:
         if not torch.equal(result.loss, again.loss):
             wrong.append("eval")
     return wrong
+
+
+class Encoded(nn.Module):
+    """The encoder's last stage: its output goes on and to all decoder stages."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.module(x)
+        return {"x": y, "memory": y}
+
+
+class Decoder(nn.Module):
+    """Take the encoder's output besides what the stage before returned."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Any, memory: Tensor) -> Tensor:
+        x = x["x"] if isinstance(x, dict) else x
+        return self.module(x * memory)
+
+
+def _encoder_decoder() -> list[nn.Module]:
+    a, b, c, d = chain(4)
+    return [a, Encoded(b), Decoder(c), Decoder(d)]
+
+
+def encoder_decoder(rank: int, ranks: int) -> list[str]:
+    """Run an encoder of two stages and a decoder of two; return what differs."""
+    m, wrong = 3, []
+    kinds = [("1f1b", None), ("zb_h1", None)]
+    for kind, chunks in kinds if ranks == 4 else [("interleaved", 2), ("zbv", None)]:
+        schedule = plan(kind, ranks, m, chunks=chunks, split=2, via="direct")
+        mine, whole = _encoder_decoder(), _encoder_decoder()
+        items, targets = batches([2] * m)
+        options = {1: {"routes": {"memory": (2, 3)}}}
+        runner = runner_of(mine, schedule, rank, options)
+        runner.step(torch.cat(items), target=torch.cat(targets))
+        runner.close()
+        for item, target in zip(items, targets, strict=True):
+            first = whole[1](whole[0](item))
+            x = whole[2]({"x": first["x"]}, first["memory"])
+            (squared(whole[3](x, first["memory"]), target) / m).backward()
+        for s in own_stages(schedule, rank):
+            pairs = zip(mine[s].parameters(), whole[s].parameters(), strict=True)
+            if not all(torch.allclose(a.grad, b.grad, atol=1e-7) for a, b in pairs):
+                wrong.append(f"{kind}: stage {s}")
+    return wrong
+
+
+def undeclared_route(rank: int, ranks: int) -> str:
+    """Leave out the route that an encoder-decoder schedule has."""
+    schedule = plan("1f1b", ranks, 2, split=2, via="direct")
+    try:
+        runner_of(_encoder_decoder(), schedule, rank)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
 
 
 def lacking_route(rank: int, ranks: int) -> str:

@@ -249,9 +249,9 @@ def nested(rank: int, ranks: int) -> list[str]:
 
 
 def _busy_keys() -> list[Any]:
-    from torch_sm3.pipeline import _session
+    from torch_sm3.pipeline import _calls
 
-    return list(_session._busy)
+    return list(_calls._busy)
 
 
 def sharded(rank: int, ranks: int) -> list[str]:

@@ -7,9 +7,9 @@ any number of ranks, and every rank ends with the same bits. The method is that 
 <https://arxiv.org/abs/2006.02924>`_.
 """
 
+from torch_sm3._groups import own_group
 from torch_sm3.distributed._all_reduce import adasum_all_reduce
 from torch_sm3.distributed._fsdp import adasum_fsdp_hook
-from torch_sm3.distributed._group import own_group
 from torch_sm3.distributed._hook import adasum_hook
 from torch_sm3.distributed._metrics import AdasumMetrics, LayerMetrics
 from torch_sm3.distributed._optimizer import AdasumOptimizer

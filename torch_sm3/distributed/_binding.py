@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_sm3 import _ops
-from torch_sm3.distributed._group import own_group, timeout_of
+from torch_sm3._groups import own_group, timeout_of
 
 # Iterations whose buckets are compared across ranks before data moves: DDP rebuilds
 # its buckets after the first one.

@@ -9,6 +9,8 @@ from torch_sm3.pipeline._faults import PipelineError, ProtocolError
 from torch_sm3.pipeline._result import OptimResult, StepResult
 from torch_sm3.pipeline.costs import Costs
 from torch_sm3.pipeline.planner import kinds, partition, plan
+from torch_sm3.pipeline.plot import plot
+from torch_sm3.pipeline.profile import profile
 from torch_sm3.pipeline.runner import PipelineRunner
 from torch_sm3.pipeline.schedule import Action, Candidate, Schedule, ScheduleError
 from torch_sm3.pipeline.simulator import (
@@ -40,6 +42,8 @@ __all__ = [
     "live_bytes",
     "partition",
     "plan",
+    "plot",
+    "profile",
     "simulate",
     "verify",
 ]

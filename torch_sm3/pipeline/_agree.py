@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch_sm3 import _library
 from torch_sm3.pipeline._loss import REDUCTIONS
 from torch_sm3.pipeline._reduce import REDUCES
-from torch_sm3.pipeline._rows import check_complete, with_extras
+from torch_sm3.pipeline._rows import check_order, with_extras
 from torch_sm3.pipeline._ties import Member, combined, described, numbered, stages_of
 from torch_sm3.pipeline.schedule import Schedule, ScheduleError
+from torch_sm3.pipeline.simulator import verify
 from torch_sm3.pipeline.stage import Stage
 
 
@@ -30,6 +31,8 @@ class Options(NamedTuple):
     deterministic: bool
     seed: int
     share_loss: bool
+    trace: bool = False
+    link_delay: tuple[tuple[int, int, float], ...] = ()
 
 
 class _Record(NamedTuple):
@@ -118,7 +121,9 @@ def agree(
     shared = sorted(stages_of(members) for members in ties.values())
     shared = [stages for stages in shared if len(stages) > 1]
     lowered = with_extras(schedule, routes, shared).lower()
-    check_complete(lowered)
+    verify(lowered, max_pending=options.max_pending).raise_if_invalid()
+    if options.deterministic:
+        check_order(lowered)
     ties = numbered(ties, lowered.ties)
     names = frozenset(name for other in records for name in other.kwargs)
     return Agreement(lowered, routes, ties, names)
@@ -206,6 +211,10 @@ def _check(
         _fail("a timeout above 0 s", options.timeout, "timeout")
     if options.max_pending < 1:
         _fail("max_pending of at least 1", options.max_pending, "max_pending")
+    for source, target, seconds in options.link_delay:
+        if not {source, target} <= set(range(schedule.ranks)) or seconds < 0:
+            expected = f"seconds for pairs of {schedule.ranks} ranks"
+            _fail(expected, {(source, target): seconds}, "link_delay")
 
 
 def _check_wrappers(stage: Stage, schedule: Schedule, options: Options) -> None:

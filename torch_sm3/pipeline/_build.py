@@ -13,7 +13,7 @@ from torch_sm3.pipeline._collective import Collective
 from torch_sm3.pipeline._control import Control
 from torch_sm3.pipeline._data import Needs
 from torch_sm3.pipeline._gradients import Gradients
-from torch_sm3.pipeline._links import Links, new_group
+from torch_sm3.pipeline._links import Links, new_group, route_link
 from torch_sm3.pipeline._loss import may_divide
 from torch_sm3.pipeline._random import devices_of
 from torch_sm3.pipeline._reduce import Hook, Reducer
@@ -23,6 +23,7 @@ from torch_sm3.pipeline._rows import (
     row_of,
     with_collectives,
 )
+from torch_sm3.pipeline._step import Machines
 from torch_sm3.pipeline._ties import Tie
 from torch_sm3.pipeline.schedule import Action, Schedule
 from torch_sm3.pipeline.stage import Stage
@@ -47,6 +48,7 @@ class Parts:
         key: name of the group that was given, or None.
         placement: rank of each stage.
         microbatches: their number.
+        schedule: what every rank does, with its messages.
         stages: the stages of this rank by index.
         routes: source and target of values that skip stages.
         kwargs: names that any stage takes.
@@ -56,6 +58,7 @@ class Parts:
         needs: which data this rank uses.
         devices: CUDA devices of the stages.
         links: links to the other ranks, or None.
+        machines: run the rows of this rank.
         control: exchange of small values with them.
         replicas: the ranks with the same stages, or None.
         shrink: by how much the reduction of sums makes them too small.
@@ -94,6 +97,7 @@ class Parts:
         self.stages = {s.index: s for s in sorted(stages, key=lambda s: s.index)}
         self.placement = schedule.placement
         self.microbatches = schedule.microbatches
+        self.schedule = known.schedule
         self.routes = known.routes
         self.kwargs = known.kwargs
         self.row = row_of(known.schedule, self.rank)
@@ -107,9 +111,15 @@ class Parts:
         if own is not None:
             hub = self.placement[-1]
             first = [self.placement.index(rank) for rank in range(size)]
-            self.links = Links(own, options.timeout, options.max_pending, hub, first)
+            delay = {(a, b): seconds for a, b, seconds in options.link_delay}
+            self.links = Links(
+                own, options.timeout, options.max_pending, hub, first, delay
+            )
+        splits = {index: stage.split for index, stage in self.stages.items()}
+        self.machines = Machines(
+            self.rank, self.placement, self.routes, self.links, splits
+        )
         self.control = Control(self.links, self.rank, size, self.placement[-1])
-        self._tied: Collective | None = None
         self.replicas: Collective | None = None
         self.shrink = 1
         self.gradients = self._gradients(known, group, options, data_parallel, hook)
@@ -127,7 +137,7 @@ class Parts:
 
     def close(self) -> None:
         """End the links and give the groups back."""
-        for end in (self.links, self._tied, self.replicas):
+        for end in (self.links, self.replicas):
             if end is not None:
                 end.close()
 
@@ -139,13 +149,17 @@ class Parts:
         data_parallel: dist.ProcessGroup | None,
         hook: Hook | None,
     ) -> Gradients:
-        ranks = [{member.rank for member in tie} for tie in known.ties.values()]
-        if any(len(holders) > 1 for holders in ranks):
-            self._tied = Collective(group, options.timeout)
         ties = {
-            number: Tie(number, members, self.rank, self.stages, self._tied)
+            number: Tie(
+                # Behind the channels of the routes.
+                route_link(len(known.routes) + number, backward=False),
+                members,
+                self.rank,
+                self.stages,
+                self.links,
+            )
             for number, members in enumerate(known.ties.values())
-            if self.rank in ranks[number]
+            if any(member.rank == self.rank for member in members)
         }
         for tie in ties.values():
             tie.broadcast()
@@ -155,7 +169,7 @@ class Parts:
             self.row = with_collectives(self.row, places, order)
         reducer = None
         if data_parallel is not None and dist.get_world_size(data_parallel) > 1:
-            self.replicas = Collective(data_parallel, options.timeout)
+            self.replicas = Collective(data_parallel, options.timeout, self.links)
             reducer = Reducer(
                 self.replicas,
                 options.reduce,

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,8 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_sm3.pipeline._faults import GroupLostError
-from torch_sm3.pipeline._links import new_group
+from torch_sm3.pipeline._faults import GroupLostError, LinksLostError
+from torch_sm3.pipeline._links import Links, new_group
+
+# Longest wait without looking at signals, in seconds.
+_SLICE = 0.2
 
 
 class Collective:
@@ -21,33 +26,56 @@ class Collective:
     Args:
         group: the ranks.
         timeout: longest wait, in seconds.
+        links: whose loss ends a wait for all, or None.
 
     Attributes:
-        group: the group.
         rank: this rank in it.
         size: number of its ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
-        self.group = new_group(group, timeout)
+    def __init__(
+        self, group: dist.ProcessGroup | None, timeout: float, links: Links | None
+    ) -> None:
+        self._links = links
+        self._group: dist.ProcessGroup | None = new_group(group, timeout)
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self._ranks = dist.get_process_group_ranks(self.group)
         self._limit = timedelta(seconds=timeout)
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group."""
+        assert self._group is not None, "not closed yet"
+        return self._group
+
     def wait(self, work: Any) -> None:
-        """Wait for a collective that was started.
+        """Wait for a collective that was started, in slices that serve Ctrl-C.
 
         Raises:
             GroupLostError: if a rank is gone or silent.
+            LinksLostError: if the links are lost meanwhile.
         """
+        done = threading.Event()
+        work.get_future().add_done_callback(lambda _: done.set())
+        end = time.monotonic() + self._limit.total_seconds()
+        while not done.wait(_SLICE):
+            if self._links is not None and self._links.failure() is not None:
+                # The other ranks learn of it by their own links.
+                raise LinksLostError
+            if time.monotonic() > end:
+                raise self._lost()
         try:
-            work.wait(self._limit)
+            work.wait()
         except RuntimeError as error:
-            raise GroupLostError(
-                f"a rank of its replicas or ties ended or was silent for "
-                f"{self._limit.total_seconds():g} s"
-            ) from error
+            raise self._lost() from error
+
+    def _lost(self) -> GroupLostError:
+        others = [rank for rank in self._ranks if rank != self._ranks[self.rank]]
+        return GroupLostError(
+            f"one of the ranks {others} of the world, with the same stages, ended or "
+            f"was silent for {self._limit.total_seconds():g} s"
+        )
 
     def start_sum(self, tensor: torch.Tensor) -> Any:
         """Start to replace a tensor by its sum over the ranks."""
@@ -74,18 +102,13 @@ class Collective:
         pairs = zip(parts, sizes, strict=True)
         return [pickle.loads(p[: int(n)].numpy().tobytes()) for p, n in pairs]
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
-        """Start to send a tensor to a rank of the group."""
-        return self._peer(dist.isend, tensor, rank, tag)
-
-    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
-        """Start to receive a tensor of a rank of the group."""
-        return self._peer(dist.irecv, tensor, rank, tag)
-
     def close(self) -> None:
         """Give the group back."""
+        group, self._group = self._group, None
+        if group is None:
+            return
         try:
-            dist.destroy_process_group(self.group)
+            dist.destroy_process_group(group)
         except (AssertionError, ValueError, RuntimeError):
             # All groups were destroyed before this runner was closed.
             pass
@@ -99,12 +122,4 @@ class Collective:
         try:
             return function(tensor, op, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise GroupLostError("a rank of its replicas ended") from error
-
-    def _peer(
-        self, function: Callable[..., Any], tensor: torch.Tensor, rank: int, tag: int
-    ) -> Any:
-        try:
-            return function(tensor, self._ranks[rank], group=self.group, tag=tag)
-        except RuntimeError as error:
-            raise GroupLostError(f"rank {rank} of its ties ended") from error
+            raise self._lost() from error

@@ -114,12 +114,14 @@ def cut(value: Any, parts: int, dim: int, argument: str) -> list[Any]:
             argument,
         )
     lengths = [size // parts + (i < size % parts) for i in range(parts)]
-    starts = [sum(lengths[:i]) for i in range(parts)]
+    pieces = [iter(tensor.split(lengths, dim)) for tensor in tensors_of(value)]
 
-    def part(start: int, length: int) -> Any:
-        return map_tensors(value, lambda x: x.narrow(dim, start, length))
+    def part() -> Any:
+        # The tensors come in the same order each time.
+        rest = iter([next(own) for own in pieces])
+        return map_tensors(value, lambda _: next(rest))
 
-    return [part(*span) for span in zip(starts, lengths, strict=True)]
+    return [part() for _ in lengths]
 
 
 def count_of(given: Given, needs: Needs, planned: int, dim: int) -> int | None:

@@ -54,6 +54,8 @@ class Gradients:
     def begin(self) -> None:
         """Set the gradients of earlier steps aside."""
         self._held = []
+        if self._reducer is not None:
+            self._reducer.begin()
         if not self._apart:
             return
         for parameter in self.parameters():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -11,12 +12,18 @@ import torch
 import torch.distributed as dist
 
 from torch_sm3 import _ops
+from torch_sm3._groups import own_group
 from torch_sm3.pipeline._faults import Failure, LinksLostError, PoisonedError
 from torch_sm3.pipeline._values import pack, unpack
 
 ACTIVATION, GRADIENT, CONTROL = 0, 1, 2
 _PENDING, _LOST = 0, 2
 _SLICE = 0.2
+
+
+def route_link(route: int, backward: bool) -> int:
+    """Return the link of a route's values, or of their gradients."""
+    return 3 + 2 * route + backward
 
 
 def new_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup:
@@ -26,18 +33,9 @@ def new_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGr
         group: the ranks, all of them if None.
         timeout: longest wait for a message, in seconds.
     """
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    # The ranks of a part of the world need not know of the other parts.
-    local = len(ranks) < dist.get_world_size()
-    opened = dist.new_group(
-        ranks,
-        # Ranks may come to a constructor minutes apart, as messages may not.
-        timeout=timedelta(seconds=max(timeout, 300.0)),
-        backend="gloo",
-        use_local_synchronization=local,
-    )
-    assert isinstance(opened, dist.ProcessGroup), "this rank is one of them"
-    return opened
+    # Ranks may come to a constructor minutes apart, as messages may not.
+    limit = timedelta(seconds=max(timeout, 300.0))
+    return own_group(group, limit, "gloo")
 
 
 class Links:
@@ -49,6 +47,7 @@ class Links:
         max_pending: sends of one link that may be under way at once.
         hub: rank that gathers the outcome of a step.
         first_stage: first stage of each rank.
+        link_delay: seconds by which messages from a rank to another are held back.
     """
 
     def __init__(
@@ -58,13 +57,20 @@ class Links:
         max_pending: int,
         hub: int,
         first_stage: list[int],
+        link_delay: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
         self._group: dist.ProcessGroup | None = group
+        delays = [(*link, held) for link, held in (link_delay or {}).items()]
         self._native = _ops.pipeline_transport_class()(
-            group.boxed(), timeout, max_pending, hub, first_stage
+            group.boxed(), timeout, max_pending, hub, first_stage, delays
         )
         # A runner that nobody closes must not hold up the interpreter's exit.
         self._close = weakref.finalize(self, self._native.close)
+
+    @property
+    def native(self) -> Any:
+        """The library's object, for what runs on it."""
+        return self._native
 
     def begin(self, step: int, evaluation: bool) -> None:
         """Set what the headers of later messages carry."""

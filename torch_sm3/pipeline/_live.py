@@ -10,14 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_sm3.pipeline._values import map_tensors
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested tuples, lists and dicts."""
-    found: list[torch.Tensor] = []
-    map_tensors(value, found.append)
-    return found
+from torch_sm3.pipeline._data import tensors_of
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:

@@ -107,21 +107,25 @@ class Losses:
         """Return the loss of the step and those of its microbatches."""
         if not self.losses:
             return None, None
-        weights = [1.0] * len(self.losses)
-        if self._reduction == "mean":
-            weights = [1.0 / len(self.losses)] * len(self.losses)
-        elif self._reduction == "samples" and self._samples is not None:
-            weights = [size / self._samples for size in self._sizes]
-        elif self._reduction == "samples":
-            weights = self._sizes
         losses = torch.stack(self.losses)
-        # In microbatch order, so that the bits do not depend on the ranks.
-        loss = torch.zeros((), dtype=losses.dtype, device=losses.device)
-        for part, weight in zip(self.losses, weights, strict=True):
-            loss = loss + part * weight
+        # One by one and in microbatch order, so that the bits do not depend on how a
+        # sum is taken.
+        loss = torch.zeros_like(self.losses[0])
+        for part in self._weighted(losses).unbind():
+            loss.add_(part)
         if self.total is not None:
             loss = loss / self.total if self.total else torch.zeros_like(loss)
         return loss, losses
+
+    def _weighted(self, losses: torch.Tensor) -> torch.Tensor:
+        """Multiply each microbatch's loss by what it is worth."""
+        if self._reduction == "mean":
+            return losses * (1.0 / len(losses))
+        if self._reduction == "samples":
+            return losses * losses.new_tensor(
+                [size / (self._samples or 1) for size in self._sizes]
+            )
+        return losses
 
     def _count_tokens(self, result: Any) -> Any:
         """Take (sum, count[, metrics]) apart; return the sum."""

@@ -3,18 +3,12 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
-
-from torch_sm3.pipeline.schedule import Schedule
-
-#: Before the name of an action, in traces and in torch's profiler.
-PREFIX = "torch_sm3.pipeline "
+from torch_sm3.pipeline.schedule import Action, Schedule
 
 
 class Stamps(NamedTuple):
@@ -49,90 +43,43 @@ class Stamps(NamedTuple):
             return array("q", (t + nanoseconds if begun else 0 for t, begun in pairs))
 
         times = moved(self.begin), moved(self.ready), moved(self.end)
-        return Stamps(self.step, *times, live=self.live, pending=self.pending)
+        return Stamps(self.step, *times, live=self.live[:], pending=self.pending[:])
 
 
 class Recorder:
-    """Takes the time of every action of one rank.
-
-    While torch's profiler is on, each action is also a ``record_function`` span.
-    Times are those of :func:`time.monotonic_ns`, which on Linux is the clock of C++'s
-    ``std::chrono::steady_clock``, so that C++ may take them by itself: see
-    :meth:`fill`.
+    """Keeps the stamps of the latest steps of one rank.
 
     Args:
         schedule: a lowered schedule.
-        rank: the rank whose row is run.
-        keep: steps that are kept, the latest; 0 takes no time at all.
+        rank: the rank.
+        keep: most steps that are kept.
     """
 
     def __init__(self, schedule: Schedule, rank: int, keep: int = 8) -> None:
-        self._names = [PREFIX + action.text for action in schedule.actions(rank)]
-        self._steps: deque[Stamps] = deque(maxlen=keep)
-        self._keep = keep
-        self._now: Stamps | None = None
-        self._index = 0
-        self._span: torch.profiler.record_function | None = None
+        texts = [action.text for action in schedule.actions(rank)]
+        self._places = {text: index for index, text in enumerate(texts) if text != "."}
+        self._size = len(texts)
+        self.steps: deque[Stamps] = deque(maxlen=keep)
 
-    @property
-    def steps(self) -> list[Stamps]:
-        """Stamps of the steps that are kept, the earliest first."""
-        return list(self._steps)
-
-    def start(self, step: int) -> None:
-        """Begin a step; a step that failed stays with the stamps that it has."""
-        self._leave()
-        if self._keep:
-            self._now = Stamps.empty(step, len(self._names))
-            self._steps.append(self._now)
-
-    def begin(self, index: int) -> None:
-        """Note that an action begins."""
-        self._index = index
-        if torch._C._autograd._profiler_enabled():
-            self._leave()
-            self._span = torch.profiler.record_function(self._names[index])
-            self._span.__enter__()
-        if self._now is not None:
-            self._now.begin[index] = self._now.ready[index] = time.monotonic_ns()
-
-    def ready(self) -> None:
-        """Note that the inputs of the action are there: it waits no longer."""
-        if self._now is not None:
-            self._now.ready[self._index] = time.monotonic_ns()
-
-    def end(self, live_bytes: int = 0, pending_sends: int = 0) -> None:
-        """Note that the action ends.
+    def add(
+        self, step: int, row: Sequence[Action], columns: Sequence[Sequence[int]]
+    ) -> None:
+        """Keep the stamps of one more step.
 
         Args:
-            live_bytes: activations that are kept now.
-            pending_sends: sends that are under way now.
+            step: number of the step.
+            row: what the rank ran; what its row of the schedule does not have is left
+                out.
+            columns: begin, ready and end of each action in nanoseconds, 0 if it never
+                began, then bytes kept and sends pending after it.
         """
-        if self._now is not None:
-            self._now.end[self._index] = time.monotonic_ns()
-            self._now.live[self._index] = live_bytes
-            self._now.pending[self._index] = pending_sends
-        self._leave()
-
-    def fill(self, *columns: Sequence[int]) -> None:
-        """Set all stamps of the step at once.
-
-        Args:
-            *columns: begin, ready, end, live and pending, each as long as the row.
-        """
-        if self._now is None:
-            return
-        for own, column in zip(self._now[1:], columns, strict=True):
-            if len(column) != len(self._names):
-                raise ValueError(
-                    f"fill: expected {len(self._names)} stamps, but got {len(column)}"
-                )
-            own[:] = array("q", column)
-
-    def _leave(self) -> None:
-        if self._span is not None:
-            self._span.__exit__(None, None, None)
-            self._span = None
+        stamps = Stamps.empty(step, self._size)
+        places = [self._places.get(action.text, -1) for action in row]
+        for own, column in zip(stamps[1:], columns, strict=True):
+            for place, value in zip(places, column, strict=True):
+                if place >= 0:
+                    own[place] = value
+        self.steps.append(stamps)
 
 
 class Offset(NamedTuple):

@@ -112,22 +112,31 @@ class Reducer:
         self._replicas = replicas
         self._reduce = "sum" if reduce == "mean" and tokens else reduce
         self._hook = hook
-        self._order = [s.index for s in stages if s.reduce and (hook or reduce)]
+        self._stages = [s for s in stages if s.reduce and (hook or reduce)]
         self._first: dict[int, int] = {}
         self._parts: dict[int, list[list[torch.nn.Parameter]]] = {}
-        count = 0
-        for stage in stages:
-            if stage.index in self._order:
-                self._first[stage.index] = count
-                self._parts[stage.index] = buckets_of(stage.module.parameters())
-                count += len(self._parts[stage.index])
-        self._last = count - 1
+        self._last = -1
         self._running: list[tuple[Bucket, list[bool], Any]] = []
 
     @property
     def shrinks_sums(self) -> bool:
         """Whether the reduction is a mean of the replicas, in some sense."""
         return self._hook is not None or self._reduce != "sum"
+
+    def begin(self) -> None:
+        """Cut the parameters that require a gradient in this step into buckets."""
+        known: set[torch.nn.Parameter] = set()
+        self._parts, self._first = {}, {}
+        for stage in reversed(self._stages):
+            # One that several stages share is whole when the last of them is.
+            own = [p for p in stage.module.parameters() if p not in known]
+            known.update(own)
+            self._parts[stage.index] = buckets_of(own)
+        count = 0
+        for stage in self._stages:
+            self._first[stage.index] = count
+            count += len(self._parts[stage.index])
+        self._last = count - 1
 
     def start(self, stage: int, failed: bool) -> None:
         """Start the reduction of a stage, if no replica has failed.
@@ -137,6 +146,7 @@ class Reducer:
             failed: whether this rank failed; it takes part in the agreement only.
 
         Raises:
+            NotImplementedError: on sparse gradients.
             PeerFailedError: if another replica has failed.
             GroupLostError: if one is gone.
         """
@@ -145,9 +155,16 @@ class Reducer:
             return
         flat = [p for part in parts for p in part]
         there = [float(p.grad is not None) for p in flat]
-        word = self._replicas.maximum([float(failed), *there])
+        sparse = [p for p in flat if p.grad is not None and p.grad.is_sparse]
+        word = self._replicas.maximum([float(failed or bool(sparse)), *there])
         if failed:
             return
+        if sparse:
+            raise NotImplementedError(
+                f"REDUCE_GRAD: expected dense gradients, but got a sparse one of shape "
+                f"{tuple(sparse[0].shape)}; those of nn.Embedding are dense with "
+                "sparse=False"
+            )
         if word[0]:
             raise PeerFailedError("a rank of another replica failed")
         present = iter(word[1:])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from torch_sm3.pipeline.schedule import Action, Schedule, ScheduleError
@@ -46,7 +45,7 @@ def with_extras(
     routes: Sequence[tuple[int, int]],
     ties: Sequence[Sequence[int]],
 ) -> Schedule:
-    """Add routes and ties of the stages to a schedule that declares none.
+    """Add the routes and ties of the stages that a schedule does not declare.
 
     Args:
         schedule: as given.
@@ -54,60 +53,52 @@ def with_extras(
         ties: stages of each tied weight, in order.
 
     Raises:
-        ScheduleError: if the schedule declares others.
+        ScheduleError: if the schedule declares one that no stage has.
     """
     head, _, rows = schedule.text.partition("\n")
+    words = [w for w in head.split() if not w.startswith(("routes=", "ties="))]
     for name, known, wanted, form in (
         ("routes", schedule.routes, routes, ">"),
         ("ties", schedule.ties, ties, "+"),
     ):
-        words = [form.join(map(str, stages)) for stages in wanted]
-        if known and sorted(map(list, known)) != sorted(map(list, wanted)):
-            raise ScheduleError(
-                f"PipelineRunner: expected stages with the {name} {known} of the "
-                f"schedule, but got {list(wanted)} (argument 'stages')"
-            )
-        if words and not known:
-            head += f" {name}={','.join(words)}"
-    return Schedule.parse(f"{head}\n{rows}")
+        declared, others = [list(stages) for stages in known], [[*w] for w in wanted]
+        for stages in declared:
+            if stages not in others:
+                raise ScheduleError(
+                    f"PipelineRunner: expected stages with the {name} {declared} of "
+                    f"the schedule, but got {[[*w] for w in wanted]} (argument "
+                    "'stages')"
+                )
+            others.remove(stages)
+        # Those of the schedule keep their numbers.
+        texts = [form.join(map(str, stages)) for stages in declared + others]
+        words += [f"{name}={','.join(texts)}"] * bool(texts)
+    return Schedule.parse(" ".join(words) + "\n" + rows)
 
 
-def check_complete(schedule: Schedule) -> None:
-    """Refuse a lowered schedule that leaves out or repeats what a step needs.
+def check_order(schedule: Schedule) -> None:
+    """Refuse a schedule whose sums would depend on it.
 
     Args:
-        schedule: a lowered schedule.
+        schedule: of a deterministic run.
 
     Raises:
-        ScheduleError: naming the first action that is missing or too much.
+        ScheduleError: naming a backward that is not in microbatch order.
     """
-    rows = [row_of(schedule, rank) for rank in range(schedule.ranks)]
-    got = Counter(
-        (op, stage, i)
-        for row in rows
-        for op, stage, i, route, _ in row
-        if route is None and (op in "FBIW" or op[:4] in ("SEND", "RECV"))
-    )
-    training = any(op in ("B", "I") for op, _, _ in got)
-    place = schedule.placement
-    wanted = Counter[tuple[str, int, int]]()
-    for stage in range(schedule.stages):
-        ops = ["F"]
-        for other, first, second in (
-            (stage - 1, "RECV_F", "SEND_B"),
-            (stage + 1, "SEND_F", "RECV_B"),
-        ):
-            if 0 <= other < schedule.stages and place[other] != place[stage]:
-                ops += [op for op in (first, second) if training or op[-1] == "F"]
-        for i in range(schedule.microbatches):
-            split = training and got["I", stage, i] > 0
-            back = ["I", "W"] if split else ["B"] * training
-            wanted.update((op, stage, i) for op in ops + back)
-    for op, stage, i in sorted((wanted - got) + (got - wanted)):
-        raise ScheduleError(
-            f"Schedule: expected {stage}{op}{i} {wanted[op, stage, i]} times, but got "
-            f"{got[op, stage, i]} (argument 'schedule')"
-        )
+    for rank in range(schedule.ranks):
+        latest: dict[tuple[str, int], int] = {}
+        for action in row_of(schedule, rank):
+            if action.op not in ("B", "I", "W"):
+                continue
+            key = action.op, action.stage
+            if latest.get(key, -1) > action.microbatch:
+                raise ScheduleError(
+                    f"PipelineRunner: expected backwards in microbatch order for a "
+                    f"deterministic run, but got {action.text} after "
+                    f"{action._replace(microbatch=latest[key]).text} (argument "
+                    "'schedule')"
+                )
+            latest[key] = action.microbatch
 
 
 def with_collectives(

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,15 +12,11 @@ from torch.optim.optimizer import Optimizer
 
 from torch_sm3.pipeline._agree import Options
 from torch_sm3.pipeline._build import Parts
+from torch_sm3.pipeline._calls import Calls
 from torch_sm3.pipeline._data import Feed, Given, count_of
 from torch_sm3.pipeline._faults import (
     ARGUMENTS,
-    Failure,
-    GroupLostError,
-    LinksLostError,
     PeerFailedError,
-    PipelineError,
-    lost_error,
 )
 from torch_sm3.pipeline._loss import Losses, guarded
 from torch_sm3.pipeline._optimize import Stepper
@@ -31,18 +25,12 @@ from torch_sm3.pipeline._random import Surroundings, kept
 from torch_sm3.pipeline._result import OptimResult, StepResult
 from torch_sm3.pipeline._rows import with_validation
 from torch_sm3.pipeline._step import LOST, StepRun
+from torch_sm3.pipeline._tracing import Tracing
 from torch_sm3.pipeline._work import Seeds, StepWork
-
-_NOT_ALONE = (
-    "PipelineRunner: expected no other call at work on the same group, but got one; "
-    "call one after the other, or give each runner a group of its own"
-)
-# Sessions at work, and the groups they work on, each with its thread.
-_busy: dict[Any, int] = {}
-_busy_lock = threading.Lock()
+from torch_sm3.pipeline.trace import Trace
 
 
-class Session:
+class Session(Calls):
     """Runs what the face asks for and knows what became of it.
 
     Args:
@@ -58,19 +46,27 @@ class Session:
     def __init__(
         self, parts: Parts, options: Options, loss_fn: Callable[[Any, Any], Any] | None
     ) -> None:
+        super().__init__(parts)
         self.steps = 0
         self.stepper = Stepper(parts)
-        self._parts = parts
+        self._tracing = Tracing(parts, options.trace)
         self._options = options
         self._loss_fn = loss_fn
-        self._calls = 0
-        self._closed = False
-        self._lost: Failure | None = None
 
-    def close(self) -> None:
-        """End the links and give the groups back."""
-        self._closed = True
-        self._parts.close()
+    def trace(self, everywhere: bool) -> Trace | None:
+        """Bring what all ranks recorded together.
+
+        Args:
+            everywhere: whether all ranks get it, not only rank 0.
+        """
+        self._check_open()
+        self._tracing.check()
+        with self._alone() as problem, self._watched(training=False):
+            self._announce(evaluation=False)
+            trace = self._tracing.collect(everywhere)
+        if problem is not None:
+            raise problem
+        return trace
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the gradients of this rank's stages."""
@@ -84,6 +80,8 @@ class Session:
             given: the data.
             keep: whether to keep the outputs.
         """
+        if self.stepper.pending:
+            self.flush()
         with torch.no_grad(), kept(self._parts.devices):
             return self.run(given, keep, None, evaluation=True)
 
@@ -105,8 +103,6 @@ class Session:
                 "step: expected a schedule with backwards, but got kind forward; "
                 "call eval instead"
             )
-        if evaluation and self.stepper.pending:
-            self.flush()
         with self._alone() as problem:
             self._announce(evaluation)
             count = parts.microbatches
@@ -210,7 +206,7 @@ class Session:
                 "step: expected gradients to be on, but got torch.no_grad(); call "
                 "eval for a forward without gradients"
             )
-        if isinstance(given.kwargs, dict):
+        if isinstance(given.kwargs, Mapping):
             for name in given.kwargs:
                 if name not in parts.kwargs:
                     raise ValueError(
@@ -243,9 +239,7 @@ class Session:
         parts = self._parts
         before = self._surroundings() if self.stepper.pending else None
         while True:
-            run = StepRun(
-                parts.rank, parts.placement, parts.routes, parts.links, not evaluation
-            )
+            run = StepRun(parts.machines, not evaluation, self._tracing.of(evaluation))
             run.work = work
             if problem is not None:
                 run.fail(self._failure(ARGUMENTS, problem), -1, problem)
@@ -268,10 +262,13 @@ class Session:
         row = parts.forward_row(count) if evaluation else parts.row
         if not evaluation:
             gradients.begin()
-        run.run(with_validation(row) if self.stepper.pending else row)
+        own = with_validation(row) if self.stepper.pending else row
+        run.run(own)
         if run.anew:
             gradients.restore()
             return None
+        if self._tracing.of(evaluation):
+            self._tracing.add(self._calls, own, run)
         if not evaluation:
             run.attempt(self._failure("REDUCE_GRAD", None), len(row), gradients.wait)
         verdict = None
@@ -342,73 +339,6 @@ class Session:
         if not self._options.deterministic:
             return None
         return Seeds(self._options.seed, self.steps, evaluation, self._parts.devices)
-
-    # --- begin and end -----------------------------------------------------
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError(
-                "PipelineRunner: expected an open runner, but got close()"
-            )
-        if self._lost is not None:
-            raise lost_error(self._lost)
-
-    def _announce(self, evaluation: bool) -> None:
-        """Let the messages that follow say which call they belong to."""
-        self._calls += 1
-        if self._parts.links is not None:
-            self._parts.links.begin(self._calls, evaluation)
-
-    @contextmanager
-    def _alone(self) -> Iterator[Exception | None]:
-        """Be the only runner at work on the group; yield why this one may not be."""
-        key, thread = self._parts.key, threading.get_ident()
-        with _busy_lock:
-            free = key is None or key not in _busy
-            # From within a call nobody else joins in, so there is nobody to tell.
-            if self in _busy or (not free and _busy[key] == thread):
-                raise RuntimeError(_NOT_ALONE)
-            held = [self, *([key] if free and key is not None else [])]
-            _busy.update(dict.fromkeys(held, thread))
-        try:
-            yield None if free else RuntimeError(_NOT_ALONE)
-        finally:
-            with _busy_lock:
-                for name in held:
-                    del _busy[name]
-
-    @contextmanager
-    def _watched(self, training: bool) -> Iterator[None]:
-        """End the links for good where something else than an action goes wrong."""
-        parts = self._parts
-        try:
-            yield
-        except BaseException as error:
-            if training:
-                parts.gradients.drop(wait=False)
-            if parts.links is None and parts.replicas is None:
-                raise
-            raise self._give_up(error) from error
-
-    def _failure(self, action: str, error: BaseException | None) -> Failure:
-        stage = min(self._parts.stages)
-        name = "" if error is None else type(error).__name__
-        return Failure(self._parts.rank, stage, 0, action, name, str(error or ""))
-
-    def _give_up(self, error: BaseException) -> PipelineError:
-        """Return the error of a call after which the links are of no use any more."""
-        links = self._parts.links
-        failure = self._failure("", error)
-        if isinstance(error, GroupLostError):
-            failure = failure._replace(error_type="PeerLost")
-        if links is not None:
-            if not isinstance(error, LinksLostError):
-                links.fail(failure)
-            failure = links.failure() or failure
-            # The alarm must leave before this process may end.
-            links.flush(1.0)
-        self._lost = failure
-        return lost_error(failure)
 
 
 def _origin(error: BaseException | None) -> BaseException | None:

@@ -47,9 +47,6 @@ class Work(Protocol):
     def keys(self, source: int, target: int) -> list[str]:
         """Return the keys whose values go from one stage to a later one."""
 
-    def split(self, stage: int) -> bool | str:
-        """Return whether a stage's backward runs in two parts."""
-
     def collective(self, op: str, stage: int, number: int, failed: bool) -> None:
         """Do REDUCE_GRAD or TIE_REDUCE; a failed rank takes part in agreeing only."""
 
@@ -136,10 +133,6 @@ class StepWork:
     def keys(self, source: int, target: int) -> list[str]:
         """Return the keys whose values go from one stage to a later one."""
         return self._stages[source].keys_to(target)
-
-    def split(self, stage: int) -> bool | str:
-        """Return whether a stage's backward runs in two parts."""
-        return self._stages[stage].split
 
     def collective(self, op: str, stage: int, number: int, failed: bool) -> None:
         """Do REDUCE_GRAD or TIE_REDUCE; a failed rank takes part in agreeing only."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch_sm3.pipeline._data import Given
 from torch_sm3.pipeline._reduce import Hook
 from torch_sm3.pipeline._result import OptimResult, StepResult
 from torch_sm3.pipeline._session import Session
+from torch_sm3.pipeline.costs import Costs
+from torch_sm3.pipeline.report import StepReport, report
 from torch_sm3.pipeline.schedule import Schedule
 from torch_sm3.pipeline.stage import Stage
 
@@ -57,6 +60,10 @@ class PipelineRunner:
             step and ``seed`` only, whatever the schedule.
         seed: of a deterministic run.
         share_loss: whether all ranks learn the losses, not only the last stage's.
+        trace: record when every action of the latest steps ran, for :meth:`report`
+            and :meth:`save_trace`.
+        link_delay: seconds by which messages from one rank to another are held back,
+            as ``{(0, 1): 0.05}``: a slow link, for tests and measurements.
 
     Raises:
         ValueError: the same on all ranks, if the stages, the schedule or an option do
@@ -100,6 +107,8 @@ class PipelineRunner:
         deterministic: bool = False,
         seed: int = 0,
         share_loss: bool = True,
+        trace: bool = False,
+        link_delay: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
         if not isinstance(schedule, Schedule):
             raise TypeError(
@@ -116,6 +125,8 @@ class PipelineRunner:
             deterministic,
             seed,
             share_loss,
+            trace,
+            tuple((*ends, held) for ends, held in (link_delay or {}).items()),
         )
         parts = Parts(stages, schedule, group, loss_fn, options, data_parallel, hook)
         self._session = Session(parts, options, loss_fn)
@@ -277,6 +288,46 @@ class PipelineRunner:
         self._session.steps = int(state_dict["steps"])
         self._session.stepper.loss_scale = state_dict["loss_scale"]
 
+    def report(self, costs: Costs | None = None) -> StepReport:
+        r"""Tell where the time and the memory of the latest complete step went.
+
+        Collective; needs ``trace=True``.
+
+        Args:
+            costs: to predict with, those of the trace itself if None.
+
+        Returns:
+            Busy, bubble, waiting and peak of every rank, measured and predicted side
+            by side; ``print`` shows a table. Equal on all ranks.
+
+        Raises:
+            RuntimeError: if nothing was traced.
+            ValueError: if no step has run to its end.
+        """
+        trace = self._session.trace(everywhere=True)
+        assert trace is not None, "all ranks get it"
+        return report(trace, costs)
+
+    def save_trace(self, path: str | Path, costs: Costs | None = None) -> None:
+        r"""Write the latest steps as JSON for ui.perfetto.dev.
+
+        Collective; rank 0 writes. Needs ``trace=True``.
+        :func:`torch_sm3.pipeline.trace.load_trace` reads costs back from the file.
+
+        Args:
+            path: the file.
+            costs: to predict with, those of the trace itself if None.
+
+        Raises:
+            RuntimeError: if nothing was traced.
+        """
+        trace = self._session.trace(everywhere=False)
+        if trace is not None:
+            trace.save(path, costs)
+
     def close(self) -> None:
-        r"""End the links and give the process groups back. Idempotent."""
+        r"""End the links and give the process groups back. Idempotent.
+
+        An optimizer step that was not validated yet stands; call :meth:`flush` before.
+        """
         self._session.close()

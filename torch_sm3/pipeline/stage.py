@@ -25,9 +25,11 @@ class Stage:
         module: the part. A ``DistributedDataParallel`` is unwrapped: the runner
             reduces gradients once per step, see its ``data_parallel`` and ``hook``.
         index: number of the stage, from 0.
-        data: ``data(item)`` picks arguments of this stage from a microbatch's item: a
-            dict gives keyword arguments, a tuple or list positional ones, anything
-            else is one argument. Stage 0 takes the item as it is by default.
+        data: ``data(item)`` picks arguments of this stage from a microbatch's item,
+            which is one of ``microbatches`` or of ``iterator``, or the cut ``inputs``,
+            in a tuple if there are several. A dict gives keyword arguments, a tuple or
+            list positional ones, anything else is one argument. Stage 0 takes the item
+            as it is by default.
         kwargs: names of those ``kwargs`` of a step that this stage takes.
         routes: key of a dict that the stage returns, to the later stage or stages
             that take the value as a keyword argument of that name. The rest of the

@@ -50,6 +50,7 @@ class PostValidator:
         self.pending = False
         self._kept: list[tuple[Tensor, Tensor, Tensor, dict[str, Any] | None]] = []
         self._groups: list[dict[str, Any]] = []
+        self._random = torch.get_rng_state()
         self._bytes = 0
         self._adam = 0
 
@@ -107,6 +108,9 @@ class PostValidator:
                 self._put_back(parameter, state)
         groups = self.optimizer.param_groups
         latest = [_settings(group) for group in groups]
+        # An optimizer may round at random; it draws the same numbers again.
+        random = torch.get_rng_state()
+        torch.set_rng_state(self._random)
         held = [parameter.grad for parameter, *_ in self._kept]
         for group, settings in zip(groups, self._groups, strict=True):
             group.update(settings)
@@ -115,6 +119,7 @@ class PostValidator:
         try:
             yield [gradient for _, _, gradient, _ in self._kept]
         finally:
+            torch.set_rng_state(random)
             for group, settings in zip(groups, latest, strict=True):
                 group.update(settings)
             for (parameter, *_), own in zip(self._kept, held, strict=True):
@@ -133,6 +138,7 @@ class PostValidator:
 
     def _keep(self) -> None:
         self._kept, self._bytes, self._adam = [], 0, 0
+        self._random = torch.get_rng_state()
         self._groups = [_settings(group) for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:

@@ -91,3 +91,10 @@ def test_adasum_hooks_are_timed_in_training(name: str, tmp_path: Path) -> None:
     memory = [figure for figure in found["figures"] if "peak" in figure["name"]]
     assert len(memory) == (name == "overhead")
     assert all(figure["holds"] for figure in memory)
+
+
+def test_messages_and_steps_of_a_pipeline_are_timed(tmp_path: Path) -> None:
+    found = run("pipeline_messages.py", tmp_path / "f.json")
+    assert len(found["figures"]) == 2
+    found = run("pipeline_overhead.py", tmp_path / "f.json")
+    assert all(figure["value"] > 0.5 for figure in found["figures"])

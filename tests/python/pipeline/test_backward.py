@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.pipeline_backward import assert_same, backward, by_torch, by_us, twin
-from helpers.pipeline_zoo import ZOO, Checkpointed
+from helpers.pipeline_layers import Checkpointed
+from helpers.pipeline_zoo import ZOO
 from torch import Tensor, nn
 
 
@@ -84,6 +85,44 @@ def test_checkpointed_region_is_recomputed_once(
     module, _ = run(by_us, module, batches, split)
     regions = [m for m in module.modules() if isinstance(m, Checkpointed)]
     assert [region.runs for region in regions] == [2 * len(batches)] * len(regions)
+
+
+def test_backward_makes_no_casts_of_its_own() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    x, gradient = torch.randn(4, 8), torch.randn(4, 8)
+    found: dict[str, list[Tensor | None]] = {}
+    for parts in ("torch", "full", "input"):
+        module.zero_grad()
+        one = backward("always")
+        (inner,) = one.enter([x], [True])
+        y = module(inner)
+        one.leave([y])
+        if parts == "torch":
+            y.backward(gradient)
+        else:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                getattr(one, parts)([gradient])
+                if parts == "input":
+                    one.weight()
+        found[parts] = [weight.grad for weight in module.parameters()]
+    for parts in ("full", "input"):
+        for a, b in zip(found[parts], found["torch"], strict=True):
+            assert torch.equal(a, b)  # type: ignore[arg-type]
+
+
+def test_scaled_weight_of_a_first_stage_waits_for_weight() -> None:
+    first, w = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+    seen: list[Tensor] = []
+    scaled = w * 0.1  # its node has no edge for the number, as if it read data
+    scaled.register_hook(seen.append)
+    one = backward("always")
+    (x,) = one.enter([torch.rand(4, 8)], [False])
+    one.leave([torch.tanh(first(x)) @ scaled])
+    one.input([torch.rand(4, 8)])
+    assert seen == [] and first.weight.grad is None
+    one.weight()
+    assert len(seen) == 1 and w.grad is not None
 
 
 class InParts(torch.autograd.Function):

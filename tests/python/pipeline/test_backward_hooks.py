@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.pipeline_backward import backward, by_torch, by_us, gradient_for, twin
-from helpers.pipeline_zoo import Apply, Scale, Transformer
+from helpers.pipeline_layers import Apply, Scale, Transformer
 from torch import Tensor, nn
 
 Event = tuple[str, str]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.memory_meter import memory_meter
 from helpers.pipeline_backward import backward
-from helpers.pipeline_zoo import Apply, Checkpointed, Reversible
+from helpers.pipeline_layers import Apply, Checkpointed, Reversible
 from torch import Tensor, nn
 
 N, D = 64, 16

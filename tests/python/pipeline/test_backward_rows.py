@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from helpers.memory_meter import memory_meter
 from helpers.pipeline_backward import backward, by_torch, by_us, twin
-from helpers.pipeline_zoo import Apply, Checkpointed
+from helpers.pipeline_layers import Apply, Checkpointed
 from torch import Tensor, nn
 
 RANKS, MICROBATCHES = 4, 6

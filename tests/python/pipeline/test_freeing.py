@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.memory_meter import memory_meter
 from helpers.pipeline_backward import backward, gradient_for, tensors_of
-from helpers.pipeline_zoo import Apply, Reversible, Scale
+from helpers.pipeline_layers import Apply, Reversible, Scale
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -9,12 +9,14 @@ waits at its second unmatched send.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
 from reference.pipeline_costs import Costs
 from reference.pipeline_simulation import Result, simulate
 
+from torch_sm3.pipeline import Costs as PlanCosts
 from torch_sm3.pipeline import Schedule, plan
 
 RANKS = (1, 2, 3, 4, 5, 8)
@@ -66,6 +68,24 @@ def test_1f1b(triple: tuple[float, ...]) -> None:
         result = run(schedule, triple)
         assert abs(bubble(result, schedule, triple) - (p - 1) * sum(triple)) < EXACT
         assert result.peak == [min(p - r, m) for r in range(p)]
+
+
+@pytest.mark.parametrize("triple", TRIPLES)
+def test_1f1b_with_slow_links(triple: tuple[float, ...]) -> None:
+    f, b, w = triple
+    for p, m in sizes():
+        for share in (0.1, 1 / 6, 0.5, 0.7, 1.3):
+            link = share * sum(triple)
+            told = PlanCosts(F=f, I=b, W=w)
+            schedule = plan("1f1b", p, m, costs=told, link_cost=link)
+            costs = Costs(f, b, w, activation=1.0, latency=link)
+            rows = [schedule.actions(rank) for rank in range(p)]
+            result = simulate(rows, schedule.placement, costs)
+            expected = (p - 1) * sum(triple) + 2 * link * (p - 1)
+            found = bubble(result, schedule, triple)
+            assert abs(found - expected) < EXACT, (p, m, share)
+            rounds = 1 + math.ceil(2 * share - EXACT)
+            assert result.peak == [min(m, 1 + (p - 1 - r) * rounds) for r in range(p)]
 
 
 @pytest.mark.parametrize("triple", TRIPLES)

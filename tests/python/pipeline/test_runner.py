@@ -174,8 +174,14 @@ def test_one_rank_needs_no_process_group() -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("rank 0: 0F0 0B0 0F1", "expected 0B1 1 times, but got 0"),
-        ("rank 0: 0F0 0F1 0SEND_F0", "expected 0SEND_F0 0 times, but got 1"),
+        (
+            "rank 0: 0F0 0B0 0F1",
+            "one B, or one I and W, of stage 0 and microbatch 1",
+        ),
+        (
+            "rank 0: 0F0 0F1 0SEND_F0",
+            "between stages on different ranks, but got 0SEND",
+        ),
     ],
 )
 def test_a_schedule_that_leaves_something_out_is_refused(

@@ -56,3 +56,8 @@ def test_data_that_does_not_fit_is_named_on_all_ranks(pools: Pools) -> None:
         strict=True,
     ):
         assert part in text, text
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_samples_of_an_iterator_count_alike(pools: Pools, ranks: int) -> None:
+    assert pools(ranks).run(ranks_data.sampled) == [[]] * ranks

@@ -24,6 +24,17 @@ def test_a_route_without_its_key_is_named(pools: Pools) -> None:
     assert "0F0: ValueError" in first and "a dict with key 'other'" in first
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_encoder_and_decoder(pools: Pools, ranks: int) -> None:
+    assert pools(ranks).run(ranks_kinds.encoder_decoder) == [[]] * ranks
+
+
+def test_a_route_of_the_schedule_that_no_stage_has(pools: Pools) -> None:
+    texts = pools(4).run(ranks_kinds.undeclared_route)
+    assert len(set(texts)) == 1
+    assert "with the routes [[1, 3]] of the schedule, but got []" in texts[0]
+
+
 def test_random_numbers_do_not_depend_on_the_schedule(pools: Pools) -> None:
     runs = [
         pools(1).run(ranks_kinds.deterministic, [("none", None)]),

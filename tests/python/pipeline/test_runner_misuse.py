@@ -10,7 +10,7 @@ from helpers.pipeline_chain import batches, chain, runner_of
 from helpers.pool import Pools
 from torch import nn
 
-from torch_sm3.pipeline import Stage, plan
+from torch_sm3.pipeline import Schedule, ScheduleError, Stage, plan
 
 
 def test_two_runners_at_once_on_one_group(pools: Pools) -> None:
@@ -43,6 +43,13 @@ def test_options_are_checked_on_all_ranks(pools: Pools) -> None:
         strict=True,
     ):
         assert part in text, text
+
+
+def test_a_deterministic_run_adds_in_microbatch_order() -> None:
+    text = plan("gpipe", 1, 3).text.replace("0B0 0B1 0B2", "0B2 0B0 0B1")
+    runner_of(chain(1), Schedule.parse(text), 0).close()
+    with pytest.raises(ScheduleError, match="but got 0B0 after 0B2"):
+        runner_of(chain(1), Schedule.parse(text), 0, deterministic=True)
 
 
 def test_backward_of_a_returned_loss_says_what_to_do() -> None:

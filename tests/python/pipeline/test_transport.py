@@ -12,15 +12,24 @@ import torch
 import torch.distributed as dist
 from helpers.scenarios import Scenarios
 
+from torch_sm3.pipeline import PipelineRunner, Stage, plan
 from torch_sm3.pipeline._faults import Failure, LinksLostError, PoisonedError
-from torch_sm3.pipeline._links import ACTIVATION, GRADIENT, Links, new_group
+from torch_sm3.pipeline._links import (
+    ACTIVATION,
+    GRADIENT,
+    Links,
+    new_group,
+    route_link,
+)
 
 two_ranks = Scenarios(2)
+three_ranks = Scenarios(3, timeout=120.0)
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
-    torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
-    torch.bool,
+    torch.float8_e5m2, torch.complex128, torch.complex64, torch.complex32, torch.int64,
+    torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16,
+    torch.uint8, torch.bool,
 ]  # fmt: skip
 
 
@@ -63,17 +72,22 @@ def exchange(rank: int, ranks: int) -> Any:
     links = open_links()
     sent = payload()
     good = []
-    for link in (ACTIVATION, GRADIENT):
+    for link in (ACTIVATION, GRADIENT, route_link(0, False), route_link(253, True)):
         stages = (rank, 1 - rank)
         ticket = links.receive(1 - rank, link, stages[::-1], 7)
         links.send(1 - rank, link, stages, 7, "text with ü", sent)
         structure, tensors, requires_grad = links.take(ticket)
         good += [structure == "text with ü", not any(requires_grad)]
         good += [len(tensors) == len(sent), *map(same, sent, tensors)]
-    # Both classes at once, received in the other order, at p = 2 over one peer.
-    for link in (ACTIVATION, GRADIENT):
+    # All links at once, received in the other order, at p = 2 over one peer.
+    several = [
+        ACTIVATION,
+        GRADIENT,
+        *(route_link(k, b) for k in (0, 1) for b in (0, 1)),
+    ]
+    for link in several:
         links.send(1 - rank, link, (rank, 1 - rank), link, "t", [torch.tensor(link)])
-    for link in (GRADIENT, ACTIVATION):
+    for link in several[::-1]:
         ticket = links.receive(1 - rank, link, (1 - rank, rank), link)
         good.append(links.take(ticket)[1][0].item() == link)
     # Whether a tensor requires grad travels; its graph does not.
@@ -193,8 +207,8 @@ def test_another_header_names_both_sides_on_both_ranks(what: str) -> None:
 def garbage(rank: int, ranks: int) -> str:
     group = new_group(None, 20.0)
     if rank == 0:
-        # Tag 1: activations (class 0) from rank 0 to rank 1 of 2.
-        dist.send(torch.arange(512).to(torch.uint8), group=group, group_dst=1, tag=1)
+        # Tag 2: frames of activations (channel 0) from rank 0 to rank 1 of 2.
+        dist.send(torch.arange(512).to(torch.uint8), group=group, group_dst=1, tag=2)
         dist.barrier()
         return ""
     links = Links(group, 20.0, 2, 1, [0, 1])
@@ -243,8 +257,8 @@ def wrong_calls(rank: int, ranks: int) -> None:
         native.wait(99, 0.0)
     with pytest.raises(ValueError, match="whose message has arrived"):
         native.take(links.receive(1 - rank, ACTIVATION, (1 - rank, rank), 0))
-    with pytest.raises(ValueError, match=r"activation.*but got 7 \(argument 'link'\)"):
-        native.receive(1 - rank, 7, 0, 1, 0)
+    with pytest.raises(ValueError, match=r"activation.*but got -1 \(argument 'link'\)"):
+        native.receive(1 - rank, -1, 0, 1, 0)
     with pytest.raises(ValueError, match="at most 64 dimensions, but got 65"):
         native.send(1 - rank, 0, 0, 1, 0, "", [torch.ones([1] * 65)], False, 0.0)
     sparse = torch.ones(2).to_sparse()
@@ -256,3 +270,142 @@ def wrong_calls(rank: int, ranks: int) -> None:
 
 def test_wrong_calls_are_refused() -> None:
     two_ranks.answers(wrong_calls)
+
+
+@three_ranks
+def part_of_the_world(rank: int, ranks: int) -> float:
+    part = dist.new_group([0, 1])
+    if rank < 2:
+        for _ in range(2):
+            links = Links(new_group(part, 20.0), 20.0, 2, 1, [0, 1])
+            links.close()
+    # Numbered by torch's own counter, which only the members would have raised.
+    everyone = dist.new_group(backend="gloo")
+    total = torch.tensor(float(rank + 1))
+    dist.all_reduce(total, group=everyone)
+    dist.destroy_process_group(everyone)
+    return total.item()
+
+
+def test_groups_of_some_ranks_leave_later_groups_of_all_alone() -> None:
+    assert three_ranks.answers(part_of_the_world) == [6.0] * 3
+
+
+@two_ranks
+def two_links_to_one_peer(rank: int, ranks: int) -> list[bool]:
+    # p = 2, v = 2: stages 0 and 2 on rank 0, 1 and 3 on rank 1.
+    links = open_links()
+    good = []
+    if rank == 0:
+        for source, microbatch in ((0, 0), (0, 1), (2, 0), (0, 2), (2, 1)):
+            value = [torch.tensor([source, microbatch])]
+            links.send(1, ACTIVATION, (source, source + 1), microbatch, "t", value)
+    else:
+        for source, microbatch in ((0, 0), (0, 1), (2, 0), (0, 2), (2, 1)):
+            stages = source, source + 1
+            _, (got,), _ = links.take(links.receive(0, ACTIVATION, stages, microbatch))
+            good.append(got.tolist() == [source, microbatch])
+    links.close()
+    return good
+
+
+def test_two_links_to_one_peer_are_kept_apart() -> None:
+    assert two_ranks.answers(two_links_to_one_peer)[1] == [True] * 5
+
+
+@two_ranks
+def slow_link(rank: int, ranks: int) -> list[float]:
+    group = new_group(None, 20.0)
+    links = Links(group, 20.0, 2, 1, [0, 1], {(0, 1): 0.3})
+    links.begin(1, False)
+    dist.barrier()
+    times = [time.monotonic()]
+    for i in range(2):
+        # A small message, and one whose payload travels by itself.
+        value = [torch.full((1 << (16 * i),), float(i))]
+        if rank == 0:
+            links.send(1, ACTIVATION, (0, 1), i, "t", value)
+        else:
+            _, got, _ = links.take(links.receive(0, ACTIVATION, (0, 1), i))
+            assert same(got[0], value[0])
+        times.append(time.monotonic())
+    if rank == 1:
+        links.send(0, GRADIENT, (1, 0), 0, "N", [])
+        dist.barrier()
+    else:
+        links.take(links.receive(1, GRADIENT, (1, 0), 0))
+        times.append(time.monotonic())
+        dist.barrier()
+        # What is held back still leaves before the links are closed.
+        links.send(1, ACTIVATION, (0, 1), 2, "t", [torch.ones(1)])
+    if rank == 1:
+        _, got, _ = links.take(links.receive(0, ACTIVATION, (0, 1), 2))
+        assert got[0].item() == 1.0
+    links.close()
+    return times
+
+
+def test_a_slow_link_holds_messages_back_and_not_the_sender() -> None:
+    sent, arrived = two_ranks.answers(slow_link)
+    # One clock for both: when the first rank began and went on, when each arrived.
+    assert sent[2] < arrived[1]
+    assert arrived[1] - sent[0] >= 0.3 and arrived[2] - sent[1] >= 0.3
+
+
+@two_ranks
+def both_send_first(rank: int, ranks: int) -> list[bool]:
+    links = open_links(max_pending=1)
+    good = []
+    for sizes in ([1] * 6, [1 << 16] * 6, [1, 1 << 16] * 3, [1 << 16, 1] * 3):
+        values = [torch.full((size,), float(i)) for i, size in enumerate(sizes)]
+        asked = [
+            links.receive(1 - rank, ACTIVATION, (1 - rank, rank), i)
+            for i in range(len(values))
+        ]
+        # Each waits until the one before has left, although nobody takes any yet.
+        for i, value in enumerate(values):
+            links.send(1 - rank, ACTIVATION, (rank, 1 - rank), i, "t", [value])
+        for ticket, value in zip(asked, values, strict=True):
+            good.append(same(links.take(ticket)[1][0], value))
+    links.close()
+    return good
+
+
+def test_what_was_asked_for_arrives_while_its_receiver_waits_to_send() -> None:
+    assert two_ranks.answers(both_send_first) == [[True] * 24] * 2
+
+
+@two_ranks
+def slow_runner(rank: int, ranks: int) -> tuple[float, bool]:
+    x, y = torch.arange(12.0).view(4, 3), torch.ones(4, 3)
+    grads, seconds = [], 0.0
+    for delay in ({}, {(0, 1): 0.25}):
+        torch.manual_seed(rank)
+        module = torch.nn.Linear(3, 3)
+        runner = PipelineRunner(
+            [Stage(module, rank)],
+            plan("gpipe", 2, 2),
+            loss_fn=torch.nn.functional.mse_loss,
+            link_delay=delay,
+        )
+        dist.barrier()
+        start = time.monotonic()
+        runner.step(x, target=y)
+        seconds = time.monotonic() - start
+        runner.close()
+        grads.append(module.weight.grad)
+    for wrong in ({(0, 2): 0.1}, {(0, 1): -1.0}):
+        with pytest.raises(ValueError, match=r"pairs of 2 ranks.*'link_delay'"):
+            PipelineRunner(
+                [Stage(module, rank)],
+                plan("gpipe", 2, 2),
+                loss_fn=torch.nn.functional.mse_loss,
+                link_delay=wrong,
+            )
+    return seconds, torch.equal(*grads)
+
+
+def test_a_runner_has_slow_links_if_asked() -> None:
+    for seconds, same_bits in two_ranks.answers(slow_runner):
+        # Each rank waits for what follows from a message that was held back.
+        assert seconds >= 0.2 and same_bits

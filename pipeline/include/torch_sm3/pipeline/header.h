@@ -27,14 +27,14 @@ class TORCH_SM3_API HeaderError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// What a message is. Activations, gradients and control messages each have
-/// links of their own; poison takes the place of the message that a failed
-/// rank owes.
+/// What a message is; poison takes the place of the message that a failed rank
+/// owes.
 enum class MessageClass : uint8_t {
   kActivation = 0,
   kGradient = 1,
   kControl = 2,
   kPoison = 3,
+  kSkip = 4, ///< of a route, in either direction
 };
 
 /// Flags of a header.

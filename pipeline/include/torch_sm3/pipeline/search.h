@@ -43,7 +43,8 @@ struct Choice {
 /// are given (chunks, group size, warm-up) are kept to. Without chunks, costs
 /// of one entry are those of the whole share of one rank, of which a stage of v
 /// chunks is 1/v; costs of p * n stages are put together for the chunks that
-/// divide n. The schedule's kind is that of its plan, or `auto` for a list.
+/// divide n; `split` counts the same shares or stages. The schedule's kind is
+/// that of its plan, or `auto` for a list and for a V with more room.
 ///
 /// \param options kind `auto` and sizes
 /// \throws std::invalid_argument naming the argument that is wrong

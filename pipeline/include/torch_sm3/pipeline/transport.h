@@ -2,14 +2,17 @@
 #pragma once
 
 #include <torch_sm3/export.h>
+#include <torch_sm3/pipeline/channel.h>
 #include <torch_sm3/pipeline/header.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace torch_sm3::pipeline {
@@ -39,12 +42,15 @@ TORCH_SM3_API std::string structure_of(const Failure& failure);
 struct TransportOptions {
   /// Longest wait for one message, in seconds; independent of the group's.
   double timeout = 60.0;
-  /// Sends of one link that may be under way at once.
+  /// Sends of one channel to one peer that may be under way at once.
   int64_t max_pending = 2;
   /// Rank that the others report to.
   int64_t hub = 0;
   /// First stage of each rank, for failures that concern a rank as a whole.
   std::vector<int64_t> first_stage;
+  /// Seconds by which messages from the first rank to the second are held back
+  /// (not control messages): a slow link, for tests and measurements.
+  std::map<std::pair<int64_t, int64_t>, double> link_delay;
 };
 
 /// How a wait ended.
@@ -57,11 +63,11 @@ enum class Outcome : int64_t {
 /// Framed messages between the ranks of one process group.
 ///
 /// Every message is a header frame and then its tensors; a small payload
-/// travels in one transmission with the frame. Each directed link and class has
-/// a tag of its own, and a large payload moves while the caller computes. Waits
-/// end when the caller says, without Python, so a caller with signals to serve
-/// waits in slices. One caller at a time may use a link. The group must be able
-/// to end a wait, as Gloo is; with another a wait lasts until its message
+/// travels in one transmission with the frame. Each channel to a peer has tags
+/// of its own, and a large payload moves while the caller computes. Waits end
+/// when the caller says, without Python, so a caller with signals to serve
+/// waits in slices. One caller at a time may use a channel. The group must be
+/// able to end a wait, as Gloo is; with another a wait lasts until its message
 /// comes.
 ///
 /// Each rank listens for control messages of the hub, the hub for those of all.
@@ -88,30 +94,31 @@ class TORCH_SM3_API Transport {
   /// \param evaluation whether it is an `eval`
   void begin(uint64_t step, bool evaluation);
 
-  /// Posts a message as soon as its link has room; keeps the storage of the
+  /// Posts a message as soon as its channel has room; keeps the storage of the
   /// tensors alive until they have left.
   ///
   /// \param peer    receiving rank
-  /// \param link    class of the link
-  /// \param header  class, stages, microbatch, structure; `step` and the
-  ///                tensors' description are filled in, requires_grad is read
-  ///                from `tensors`
+  /// \param channel what kind of message
+  /// \param header  stages, microbatch, structure, and kPoison as its class or
+  ///                anything else for the channel's; the rest is filled in,
+  ///                requires_grad from `tensors`
   /// \param tensors payload, dense CPU tensors
   /// \param seconds longest wait for room
   Outcome send(
       int64_t peer,
-      MessageClass link,
+      Channel channel,
       Header header,
       const std::vector<at::Tensor>& tensors,
       double seconds);
 
-  /// Asks for the next message of a link; its tensors arrive in the background.
+  /// Asks for the next message of a channel; its tensors arrive in the
+  /// background.
   ///
   /// \param peer     sending rank
-  /// \param link     class of the link
+  /// \param channel  what kind of message
   /// \param expected stages and microbatch that the header must name
   /// \return a ticket for `wait` and `take`
-  int64_t receive(int64_t peer, MessageClass link, Header expected);
+  int64_t receive(int64_t peer, Channel channel, Header expected);
 
   /// Waits for a message.
   ///
@@ -123,6 +130,9 @@ class TORCH_SM3_API Transport {
   ///
   /// \param ticket a ticket for which `wait` returned kDone
   Message take(int64_t ticket);
+
+  /// Returns the number of messages that are not known to have left.
+  int64_t pending() const;
 
   /// Waits until all that was sent has left.
   ///

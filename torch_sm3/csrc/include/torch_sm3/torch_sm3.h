@@ -7,6 +7,7 @@
 #include <torch_sm3/distributed.h>
 #include <torch_sm3/library.h>
 #include <torch_sm3/pipeline/planner.h>
+#include <torch_sm3/pipeline/runtime.h>
 #include <torch_sm3/pipeline/transport.h>
 #include <torch_sm3/reversible/affine.h>
 #include <torch_sm3/reversible/call.h>

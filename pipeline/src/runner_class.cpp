@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+// torch.classes.torch_sm3.PipelineRunner: scripted modules as stages, for
+// TorchScript and Python alike.
+#include <torch_sm3/check.h>
+#include <torch_sm3/pipeline/runtime.h>
+
+#include <torch/csrc/jit/api/module.h>
+#include <torch/custom_class.h>
+
+#include <memory>
+#include <optional>
+#include <tuple>
+
+namespace torch_sm3::pipeline {
+namespace {
+
+LossReduction reduction_of(const std::string& name) {
+  TORCH_SM3_CHECK_VALUE(
+      name == "mean" || name == "samples" || name == "sum",
+      "PipelineRunner",
+      "loss_reduction",
+      "loss_reduction in {mean, samples, sum}",
+      "'" + name + "'");
+  return name == "mean"      ? LossReduction::kMean
+         : name == "samples" ? LossReduction::kSamples
+                             : LossReduction::kSum;
+}
+
+torch::jit::Module module_of(const c10::IValue& value, const char* op) {
+  TORCH_CHECK_TYPE(
+      value.isModule(),
+      op,
+      ": expected a scripted module, but got ",
+      value.tagKind(),
+      " (argument 'module')");
+  return torch::jit::Module(value.toObject());
+}
+
+// A schedule by its text, which is all there is of it: the class itself belongs
+// to the file that registers it.
+Schedule schedule_of(const c10::IValue& value) {
+  const char* name = "__torch__.torch.classes.torch_sm3.PipelineSchedule";
+  const bool known = value.isObject() && value.toObjectRef().name() == name;
+  TORCH_CHECK_TYPE(
+      known,
+      "PipelineRunner: expected a PipelineSchedule, but got ",
+      value.tagKind(),
+      " (argument 'schedule')");
+  auto& method = value.toObjectRef().type()->getMethod("text");
+  return Schedule::parse(method({value}, {}).toStringRef());
+}
+
+class ScriptRunner : public torch::CustomClassHolder {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  using MaybeTensor = std::optional<at::Tensor>;
+
+  ScriptRunner(
+      const c10::IValue& schedule,
+      std::optional<c10::intrusive_ptr<c10d::ProcessGroup>> group,
+      const std::string& loss_reduction,
+      int64_t batch_dim,
+      double timeout,
+      int64_t max_pending)
+      : schedule_(schedule_of(schedule)),
+        group_(group ? std::move(*group) : nullptr) {
+    options_.loss_reduction = reduction_of(loss_reduction);
+    options_.batch_dim = batch_dim;
+    options_.timeout = timeout;
+    options_.max_pending = max_pending;
+  }
+
+  void add_stage(int64_t index, const c10::IValue& module) {
+    check_not_started("add_stage");
+    stages_.emplace_back(index, module_of(module, "add_stage"));
+  }
+
+  // The item `name` of the dict that stage `source` returns goes to a later
+  // stage, as its argument of that name.
+  void add_route(int64_t source, std::string name, int64_t target) {
+    check_not_started("add_route");
+    for (Stage& stage : stages_) {
+      if (stage.index() == source) {
+        stage.route(std::move(name), target);
+        return;
+      }
+    }
+    TORCH_SM3_CHECK_VALUE(
+        false, "add_route", "source", "a stage that was added", source);
+  }
+
+  // Called with the last stage's output and the target.
+  void set_loss(const c10::IValue& module) {
+    check_not_started("set_loss");
+    options_.loss = [loss = module_of(module, "set_loss")](
+                        const c10::IValue& output,
+                        const c10::IValue& target) mutable {
+      return loss.forward({output, target}).toTensor();
+    };
+  }
+
+  std::tuple<MaybeTensor, MaybeTensor>
+  step(const Tensors& inputs, const MaybeTensor& target) {
+    StepResult result = runner().step(values(inputs), target);
+    return {optional(result.loss), optional(result.losses)};
+  }
+
+  std::tuple<MaybeTensor, MaybeTensor, c10::impl::GenericList>
+  eval(const Tensors& inputs, const MaybeTensor& target, bool return_outputs) {
+    StepResult result = runner().eval(values(inputs), target, return_outputs);
+    c10::impl::GenericList outputs(c10::AnyType::get());
+    for (c10::IValue& output : result.outputs) {
+      outputs.push_back(std::move(output));
+    }
+    return {optional(result.loss), optional(result.losses), outputs};
+  }
+
+  void close() {
+    if (runner_) {
+      runner_->close();
+    }
+  }
+
+ private:
+  static MaybeTensor optional(const at::Tensor& tensor) {
+    return tensor.defined() ? MaybeTensor(tensor) : std::nullopt;
+  }
+
+  static std::vector<c10::IValue> values(const Tensors& tensors) {
+    return {tensors.begin(), tensors.end()};
+  }
+
+  void check_not_started(const char* op) const {
+    TORCH_CHECK(
+        !runner_, op, ": expected a runner before its first step or eval");
+  }
+
+  // Made by the first step or eval, which is the first collective call.
+  PipelineRunner& runner() {
+    if (!runner_) {
+      runner_ = std::make_unique<PipelineRunner>(
+          schedule_, group_, stages_, options_);
+    }
+    return *runner_;
+  }
+
+  const Schedule schedule_;
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::vector<Stage> stages_;
+  RunnerOptions options_;
+  std::unique_ptr<PipelineRunner> runner_;
+};
+
+TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
+  m.class_<ScriptRunner>("PipelineRunner")
+      .def(
+          torch::init<
+              c10::IValue,
+              std::optional<c10::intrusive_ptr<c10d::ProcessGroup>>,
+              std::string,
+              int64_t,
+              double,
+              int64_t>(),
+          "",
+          {torch::arg("schedule"),
+           torch::arg("group"),
+           torch::arg("loss_reduction") = "mean",
+           torch::arg("batch_dim") = 0,
+           torch::arg("timeout") = 60.0,
+           torch::arg("max_pending") = 2})
+      .def("add_stage", &ScriptRunner::add_stage)
+      .def("add_route", &ScriptRunner::add_route)
+      .def("set_loss", &ScriptRunner::set_loss)
+      .def(
+          "step",
+          &ScriptRunner::step,
+          "",
+          {torch::arg("inputs"), torch::arg("target")})
+      .def(
+          "eval",
+          &ScriptRunner::eval,
+          "",
+          {torch::arg("inputs"),
+           torch::arg("target") = c10::IValue(),
+           torch::arg("return_outputs") = false})
+      .def("close", &ScriptRunner::close);
+}
+
+} // namespace
+} // namespace torch_sm3::pipeline

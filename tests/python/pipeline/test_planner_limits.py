@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory limits and searched plans, by simulators that share no code with ours."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from reference.pipeline_costs import Costs
+from reference.pipeline_simulation import Result, simulate
+
+from torch_sm3.pipeline import Costs as PlanCosts
+from torch_sm3.pipeline import Schedule, ScheduleError, kinds, plan
+
+EXACT = 1e-9
+
+
+def run(schedule: Schedule, costs: Costs) -> Result:
+    lowered = schedule.lower()
+    rows = [lowered.actions(rank) for rank in range(lowered.ranks)]
+    return simulate(rows, lowered.placement, costs, routes=lowered.routes)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_1f1b_keeps_a_limit_that_counts_messages(p: int) -> None:
+    told = PlanCosts(activation_bytes=10, boundary_bytes=3, static_bytes=5)
+    costs = Costs(activation=10.0, boundary=3.0, static=5.0)
+    for m, warmup in itertools.product((1, 4, 9), (1, 2)):
+        before = 1e9
+        for limit in range(15, 120, 7):
+            try:
+                schedule = plan(
+                    "1f1b", p, m, costs=told, memory_limit=limit, warmup=warmup
+                )
+            except ScheduleError as error:
+                assert limit < 5 + 10 + 4 * 3, error
+                continue
+            result = run(schedule, costs)
+            assert max(result.peak) <= limit
+            # More memory never makes it slower at equal costs.
+            assert result.makespan <= before + EXACT or warmup > 1
+            before = result.makespan
+        free = plan("1f1b", p, m, costs=told, warmup=warmup)
+        assert schedule.text == free.text or max(run(free, costs).peak) > limit
+
+
+def test_each_rank_keeps_its_own_limit() -> None:
+    told = PlanCosts(activation_bytes=1)
+    limits = [4, 2, 9, 9]
+    schedule = plan("1f1b", 4, 8, costs=told, memory_limit=limits)
+    assert run(schedule, Costs(activation=1.0)).peak == [4, 2, 2, 1]
+    with pytest.raises(ScheduleError, match=r"at least 8 bytes on rank 1 .* got 2"):
+        plan("gpipe", 4, 8, costs=told, memory_limit=[8, 2, 8, 8])
+
+
+@pytest.mark.filterwarnings("ignore:plan. group_size 4 leaves a bubble of 9")
+def test_forced_groups_that_cannot_run_or_lose_time() -> None:
+    with pytest.raises(ScheduleError, match=r"(?s)waits .*\n"):
+        plan("interleaved", 4, 5, chunks=3, group_size=4)
+    third = Costs(0.5, 0.5, 0.5)
+    slow = plan("interleaved", 4, 5, chunks=2, group_size=4)
+    fast = plan("interleaved", 4, 5, chunks=2)
+    assert abs(run(slow, third).makespan - 5 * 3 - 9) < EXACT
+    assert abs(run(fast, third).makespan - 5 * 3 - 4.5) < EXACT
+
+
+@pytest.mark.parametrize("limit", [None, 44, 26])
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 5), (3, 6), (4, 8)])
+def test_auto_is_never_worse_than_a_named_kind(
+    p: int, m: int, limit: float | None
+) -> None:
+    link, weight = 0.2, 10.0
+    told = PlanCosts(F=1, I=1.5, W=1, activation_bytes=weight, boundary_bytes=1)
+    options = {"costs": told, "link_cost": link, "memory_limit": limit}
+
+    def of_stage(v: int) -> Costs:
+        return Costs(
+            1 / v, 1.5 / v, 1 / v, activation=weight / v, boundary=1.0, latency=link
+        )
+
+    best = plan("auto", p, m, **options)
+    found = run(best, of_stage(best.stages // p))
+    assert limit is None or max(found.peak) <= limit
+    chosen = next(c for c in best.alternatives if c.chosen)
+    assert abs(found.makespan - chosen.makespan) < EXACT
+    assert abs(max(found.peak) - chosen.peak_bytes) < EXACT
+    for kind in kinds():
+        if kind in ("auto", "forward") or (kind == "none" and p > 1):
+            continue
+        if kind == "dualpipe_v" and m < 2 * p:
+            continue
+        named = plan(kind, p, m, link_cost=link)
+        result = run(named, of_stage(named.stages // p))
+        if limit is None or max(result.peak) <= limit:
+            assert found.makespan <= result.makespan + EXACT, kind

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner class of TorchScript: scripted stages over Gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.scenarios import Scenarios
+from torch import nn
+
+from torch_sm3.pipeline import plan
+
+two_ranks = Scenarios(2)
+
+WIDTH, M = 5, 3
+
+
+class First(nn.Module):
+    """Return two streams, one of them changed in place by the next stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.linear(x)
+        return torch.tanh(y), y * 2
+
+
+class Second(nn.Module):
+    """Join the streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 1)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.linear(a.add_(b))
+
+
+class Loss(nn.Module):
+    """Mean squared error."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(output, target)
+
+
+class Routed(nn.Module):
+    """Send a value past the next stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.linear(x)
+        return {"x": torch.tanh(y), "skip": y}
+
+
+class Middle(nn.Module):
+    """Take what is not routed."""
+
+    def forward(self, values: dict[str, torch.Tensor]) -> torch.Tensor:
+        return values["x"] * 3
+
+
+class Join(nn.Module):
+    """Take the routed value by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+        return self.linear(x + skip)
+
+
+class Trainer(nn.Module):
+    """Make and drive a runner inside TorchScript."""
+
+    def __init__(self, stage: nn.Module, index: int) -> None:
+        super().__init__()
+        self.stage = stage
+        self.loss = Loss()
+        self.index = index
+
+    def forward(
+        self,
+        group: torch.classes.c10d.ProcessGroup,  # type: ignore[name-defined]
+        x: torch.Tensor,
+        y: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        schedule = torch.classes.torch_sm3.PipelineSchedule("1f1b", 2, 1, 3)
+        runner = torch.classes.torch_sm3.PipelineRunner(schedule, group)
+        runner.add_stage(self.index, self.stage)
+        runner.set_loss(self.loss)
+        result = runner.step([x], y)
+        runner.close()
+        return result
+
+
+def modules() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [First(), Second()]
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(4)
+    return torch.randn(7, WIDTH), torch.randn(7, 1)
+
+
+def one_loop(stages: list[nn.Module]) -> list[torch.Tensor]:
+    """Train on the same microbatches in turn; return their losses."""
+    losses = []
+    for x, y in zip(*(whole.tensor_split(M) for whole in batch()), strict=True):
+        value: Any = x
+        for stage in stages:
+            # Clones, since a stage may change in place what autograd keeps here.
+            parts = value if isinstance(value, tuple) else (value,)
+            value = stage(*(part.clone() for part in parts))
+        loss = Loss()(value, y)
+        (loss / M).backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def runner_of(stages: dict[int, nn.Module], text: str) -> Any:
+    schedule = torch.classes.torch_sm3.PipelineSchedule.parse(text)
+    group = dist.new_group(backend="gloo").boxed()
+    runner = torch.classes.torch_sm3.PipelineRunner(schedule, group)
+    for index, stage in stages.items():
+        runner.add_stage(index, torch.jit.script(stage))
+    runner.set_loss(torch.jit.script(Loss()))
+    return runner
+
+
+@two_ranks
+def trains(rank: int, ranks: int) -> bool:
+    own, whole = modules(), modules()
+    text = plan("1f1b", 2, M).text
+    runner = runner_of({rank: own[rank]}, text)
+    x, y = batch()
+    loss, losses = runner.step([x], y)
+    expected = torch.stack(one_loop(whole))
+    # Close, not equal: TorchScript may compute a linear layer in another way.
+    good = torch.allclose(losses, expected)
+    good &= torch.allclose(loss, expected.mean())
+    for mine, other in zip(
+        own[rank].parameters(), whole[rank].parameters(), strict=True
+    ):
+        good &= torch.allclose(mine.grad, other.grad)
+    before = [p.grad.clone() for p in own[rank].parameters()]
+    loss, losses, outputs = runner.eval([x], y, True)
+    good &= torch.allclose(losses, expected) and len(outputs) == M * rank
+    good &= runner.eval([x])[0] is None
+    good &= all(map(torch.equal, before, (p.grad for p in own[rank].parameters())))
+    runner.close()
+    return good
+
+
+def test_scripted_stages_train_as_one_loop_does() -> None:
+    assert two_ranks.answers(trains) == [True, True]
+
+
+@two_ranks
+def inside(rank: int, ranks: int) -> bool:
+    own, whole = modules(), modules()
+    trainer = torch.jit.script(Trainer(own[rank], rank))
+    _, losses = trainer(dist.new_group(backend="gloo").boxed(), *batch())
+    good = torch.allclose(losses, torch.stack(one_loop(whole)))
+    for mine, other in zip(
+        own[rank].parameters(), whole[rank].parameters(), strict=True
+    ):
+        good &= torch.allclose(mine.grad, other.grad)
+    return good
+
+
+def test_a_scripted_module_drives_the_runner() -> None:
+    assert two_ranks.answers(inside) == [True, True]
+
+
+@two_ranks
+def routed(rank: int, ranks: int) -> bool:
+    torch.manual_seed(5)
+    first, middle, last = Routed(), Middle(), Join()
+    x, y = batch()
+    for a, b in zip(x.tensor_split(M), y.tensor_split(M), strict=True):
+        sent = first(a)
+        value = last(middle(sent), sent["skip"])
+        (Loss()(value, b) / M).backward()
+    expected = [p.grad.clone() for p in (*first.parameters(), *last.parameters())]
+    first.zero_grad()
+    last.zero_grad()
+    head = f"schedule 1 kind=x ranks=2 stages=3 microbatches={M} placement=0,1,0\n"
+    rows = ["".join(f"{s}F{i} " for s in st for i in range(M)) for st in ([0, 2], [1])]
+    rows[0] += "".join(f"{s}B{i} " for s in (2, 0) for i in range(M))
+    rows[1] += "".join(f"1B{i} " for i in range(M))
+    stages = {0: first, 2: last} if rank == 0 else {1: middle}
+    text = head + "".join(f"rank {r}: {row}\n" for r, row in enumerate(rows))
+    runner = runner_of(stages, text)
+    if rank == 0:
+        runner.add_route(0, "skip", 2)
+    runner.step([x], y)
+    runner.close()
+    got = [p.grad for p in (*first.parameters(), *last.parameters())]
+    return rank == 1 or all(map(torch.allclose, got, expected))
+
+
+def test_a_route_arrives_by_name() -> None:
+    assert two_ranks.answers(routed) == [True, True]
+
+
+@two_ranks
+def fails(rank: int, ranks: int) -> str:
+    own = modules()
+    text = plan("1f1b", 2, M).text
+    runner = runner_of({rank: own[rank]}, text)
+    x, y = batch()
+    with pytest.raises(RuntimeError, match="pipeline: rank 1 at 1F0") as info:
+        runner.step([x], torch.randn(7, 4, 5, 6))
+    with pytest.raises(ValueError, match="at least 3 samples"):
+        runner.step([x[:2]], y)
+    with pytest.raises(RuntimeError, match="before its first step"):
+        runner.add_stage(0, torch.jit.script(own[rank]))
+    runner.step([x], y)
+    runner.close()
+    return str(info.value).splitlines()[0]
+
+
+def test_a_failed_step_says_the_same_on_all_ranks() -> None:
+    first, second = two_ranks.answers(fails)
+    assert first == second
+
+
+def test_wrong_arguments_are_named() -> None:
+    schedule = torch.classes.torch_sm3.PipelineSchedule("none", 1, 1, 2)
+    with pytest.raises(TypeError, match="expected a PipelineSchedule, but got String"):
+        torch.classes.torch_sm3.PipelineRunner("none", None)
+    with pytest.raises(ValueError, match=r"loss_reduction in \{mean, samples, sum\}"):
+        torch.classes.torch_sm3.PipelineRunner(schedule, None, "median")
+    runner = torch.classes.torch_sm3.PipelineRunner(schedule, None)
+    with pytest.raises(TypeError, match="expected a scripted module, but got"):
+        runner.add_stage(0, torch.ones(1))
+    with pytest.raises(ValueError, match="a stage that was added, but got 0"):
+        runner.add_route(0, "x", 1)

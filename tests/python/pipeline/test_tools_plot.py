@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gantt charts: the right boxes at the right places, in SVG and in PNG."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import xml.etree.ElementTree as ET
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_sm3.pipeline import Costs, Schedule, plan, plot, simulate
+from torch_sm3.pipeline._boxes import Box, Lane, merged, phases
+from torch_sm3.pipeline._canvas import Color, is_dark
+from torch_sm3.pipeline._gantt import COLORS, NAMES, ticks, tone
+from torch_sm3.pipeline._glyphs import coverage, strokes, text_width
+from torch_sm3.pipeline._png import PNG
+from torch_sm3.pipeline._svg import SVG
+
+SVG_NAME = "{http://www.w3.org/2000/svg}"
+KINDS = [
+    ("gpipe", 3, 5, None),
+    ("1f1b", 4, 8, None),
+    ("interleaved", 2, 4, 2),
+    ("zb_h1", 3, 6, None),
+    ("zbv", 2, 4, None),
+    ("v_half", 4, 8, None),
+    ("forward", 3, 4, 2),
+]
+
+
+def elements(svg: str, kind: str) -> list[ET.Element]:
+    """Return the rectangles of a class of a picture that is well-formed."""
+    root = ET.fromstring(svg.encode())
+    return [
+        x for x in root.iter(f"{SVG_NAME}rect") if kind in x.get("class", "").split()
+    ]
+
+
+def place(rect: ET.Element) -> tuple[float, float, float, float]:
+    x, y, w, h = (float(rect.get(key, "nan")) for key in ("x", "y", "width", "height"))
+    return x, y, w, h
+
+
+@pytest.mark.parametrize(("kind", "ranks", "m", "chunks"), KINDS)
+def test_every_action_that_takes_time_is_one_box(
+    kind: str, ranks: int, m: int, chunks: int | None
+) -> None:
+    schedule = plan(kind, ranks, m, chunks=chunks)
+    wanted = Counter(
+        action.op for rank in range(ranks) for action in schedule.actions(rank)
+    )
+    svg = plot(schedule).svg()
+    got = Counter(box.get("class", "").split()[1] for box in elements(svg, "box"))
+    assert got == wanted
+    assert len(elements(svg, "lane")) == ranks
+
+
+@pytest.mark.parametrize(("kind", "ranks", "m", "chunks"), KINDS)
+def test_boxes_stand_where_the_simulation_says(
+    kind: str, ranks: int, m: int, chunks: int | None
+) -> None:
+    schedule = plan(kind, ranks, m, chunks=chunks)
+    costs = Costs(1.0, 2.0, 0.5, latency=0.25)
+    ran = simulate(schedule, costs)
+    svg = plot(schedule, costs=costs, width=1000).svg()
+    lanes = [place(x) for x in elements(svg, "lane")]
+    left, _, wide, _ = lanes[0]
+    found = {}
+    for box in elements(svg, "box"):
+        hint = box.find(f"{SVG_NAME}title")
+        assert hint is not None and hint.text is not None
+        x, y, w, _h = place(box)
+        lane = next(i for i, (_, top, _, high) in enumerate(lanes) if top == y)
+        found[hint.text.split()[0]] = lane, x, x + w
+    for rank in range(ranks):
+        row = ran.schedule.actions(rank)
+        for action, (start, end) in zip(row, ran.timeline()[rank], strict=True):
+            if action.op in "FBIW":
+                lane, x0, x1 = found.pop(action.text)
+                assert lane == rank
+                scale = wide / ran.makespan
+                assert x0 == pytest.approx(left + start * scale, abs=0.02)
+                # A hair line parts neighbours.
+                assert x1 == pytest.approx(left + end * scale, abs=0.7)
+    assert not found
+
+
+def test_chunks_are_lighter_and_kinds_keep_their_colour() -> None:
+    one = plot(plan("zb_h1", 2, 4)).svg()
+    two = plot(plan("zbv", 2, 4)).svg()
+    for kind in "FIW":
+        (base,) = {x.get("fill") for x in elements(one, kind)}
+        assert base == "#{:02x}{:02x}{:02x}".format(*COLORS[kind])
+        assert base in {x.get("fill") for x in elements(two, kind)}
+        assert len({x.get("fill") for x in elements(two, kind)}) == 2
+
+
+def luminance(color: Color) -> float:
+    parts = (c / 255 for c in color)
+    a, b, c = (
+        x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts
+    )
+    return 0.2126 * a + 0.7152 * b + 0.0722 * c
+
+
+@pytest.mark.parametrize("kind", COLORS)
+def test_numbers_can_be_read_on_every_colour(kind: str) -> None:
+    for chunk in range(4):
+        color = tone(kind, chunk, 4)
+        ink = 255 if is_dark(color) else 0
+        bright, dark = sorted([luminance((ink, ink, ink)), luminance(color)])[::-1]
+        assert (bright + 0.05) / (dark + 0.05) >= 4.5
+
+
+def test_colours_differ() -> None:
+    for a, b in itertools.combinations("FBIW", 2):
+        assert sum(abs(x - y) for x, y in zip(COLORS[a], COLORS[b], strict=True)) > 100
+
+
+def test_messages_are_arrows_from_send_to_consumer() -> None:
+    schedule = plan("1f1b", 3, 4)
+    lines = [plot(schedule, messages=on).svg().count("<line") for on in (False, True)]
+    # A shaft and two wings; 2 links, both ways, 4 microbatches.
+    assert lines[1] - lines[0] == 3 * 2 * 2 * 4
+
+
+def test_messages_that_skip_stages_are_arrows_too() -> None:
+    routed = plan("1f1b", 3, 2).with_routes([(0, 2)])
+    row = routed.lower().actions(0)
+    assert {a.text for a in row if a.route} == {
+        "0SEND_F0>2",
+        "0SEND_F1>2",
+        "0RECV_B0<2",
+        "0RECV_B1<2",
+    }
+    shown = [plot(routed, messages=on).svg().count("<line") for on in (False, True)]
+    assert shown[1] - shown[0] == 3 * (2 * 2 * 2 + 2 * 2)
+
+
+def test_phases_of_1f1b() -> None:
+    ran = simulate(plan("1f1b", 2, 3), Costs(1, 1, 1))
+    row, spans = ran.schedule.actions(0), ran.timeline()[0]
+    boxes = [
+        Box(*span, action.op)
+        for action, span in zip(row, spans, strict=True)
+        if action.op in "FB"
+    ]
+    # F0 F1 (rank 1: F0 B0) B0 F2 B1 B2
+    assert phases(boxes) == [(0, 4), (4, 7), (7, ran.makespan)]
+    assert phases([box for box in boxes if box.kind == "F"]) == []
+
+
+def test_a_pair_that_runs_as_one_shares_the_lane() -> None:
+    schedule = plan("dualpipe_v", 2, 4)
+    svg = plot(schedule, costs=Costs(1, 1, 1, pair=2.5)).svg()
+    whole = place(elements(svg, "lane")[0])[3]
+    heights = Counter(round(place(x)[3] / whole, 2) for x in elements(svg, "box"))
+    pairs = sum(a.paired for rank in range(2) for a in schedule.actions(rank))
+    assert pairs > 0
+    assert heights[0.5] == 2 * pairs
+
+
+def test_many_boxes_are_merged_and_keep_their_time(tmp_path: Path) -> None:
+    schedule = plan("1f1b", 2, 1_500)
+    chart = plot(schedule, tmp_path / "many.svg")
+    rows = Counter(place(x)[1] for x in elements(chart.svg(), "lane"))
+    assert len(rows) == 2
+    assert len(elements(chart.svg(), "box")) <= 2 * 2_000
+    assert (tmp_path / "many.svg").stat().st_size < 600_000
+
+    spans = [Box(i, i + 0.75, "FB"[i % 2]) for i in range(5_000)]
+    lane = merged(Lane("", spans, [], 0.0), 100, 5_000.0)
+    assert lane.merged and len(lane.boxes) <= 100
+    for kind in "FB":
+        area = sum(
+            (x.end - x.start) * (x.high - x.low) for x in lane.boxes if x.kind == kind
+        )
+        assert area == pytest.approx(2_500 * 0.75)
+    few = Lane("", spans[:100], [], 0.0)
+    assert merged(few, 100, 5_000.0) is few
+
+
+def test_a_thousand_ranks_do_not_grow_without_bound() -> None:
+    svg = plot(plan("1f1b", 300, 300)).svg()
+    assert len(elements(svg, "box")) <= 60_000
+    root = ET.fromstring(svg.encode())
+    assert float(root.get("height", "inf")) < 2_500
+
+
+# --- PNG -------------------------------------------------------------------
+
+
+def decode(data: bytes) -> tuple[int, int, bytes]:
+    """Return width, height and pixels of an RGB PNG whose rows have no filter."""
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    chunks: dict[bytes, bytes] = {}
+    at = 8
+    while at < len(data):
+        (size,) = struct.unpack(">I", data[at : at + 4])
+        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + size]
+        (check,) = struct.unpack(">I", data[at + 8 + size : at + 12 + size])
+        assert check == zlib.crc32(kind + body)
+        chunks[kind] = body
+        at += 12 + size
+    assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
+    width, height, *rest = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
+    assert rest == [8, 2, 0, 0, 0]
+    raw = zlib.decompress(chunks[b"IDAT"])
+    step = 3 * width + 1
+    assert len(raw) == step * height
+    rows = [raw[i * step : (i + 1) * step] for i in range(height)]
+    assert {row[0] for row in rows} == {0}
+    return width, height, b"".join(row[1:] for row in rows)
+
+
+def test_png_is_the_same_picture_and_the_same_each_time(tmp_path: Path) -> None:
+    schedule = plan("zb_h1", 2, 4)
+    chart = plot(schedule, tmp_path / "a.png", width=600)
+    assert (tmp_path / "a.png").read_bytes() == chart.png()
+    plot(schedule, tmp_path / "b.PNG", width=600)
+    assert (tmp_path / "b.PNG").read_bytes() == chart.png()
+    width, height, pixels = decode(chart.png())
+    root = ET.fromstring(chart.svg().encode())
+    assert (width, height) == (1_200, 2 * float(root.get("height", "nan")))
+    for box in elements(chart.svg(), "box"):
+        x, y, _w, h = place(box)
+        # Near a corner, where no number stands.
+        at = 3 * (int(2 * (y + h - 2)) * width + int(2 * (x + 2)))
+        assert "#" + pixels[at : at + 3].hex() == box.get("fill")
+    (once, *_), (twice, *_) = decode(chart.png(1)), decode(chart.png(2))
+    assert 2 * once == twice
+
+
+def test_lines_reach_their_ends() -> None:
+    black: Color = (0, 0, 0)
+    for end in [(18.0, 2.5), (2.5, 18.0), (18.0, 18.0), (18.0, 9.0), (9.0, 18.0)]:
+        canvas = PNG(20, 20, scale=1)
+        canvas.line((2.5, 2.5), end, black)
+        width, height, pixels = decode(canvas.data())
+        ink = 255 * width * height - sum(pixels[::3])
+        length = ((end[0] - 2.5) ** 2 + (end[1] - 2.5) ** 2) ** 0.5
+        assert ink / 255 == pytest.approx(length, rel=0.12)
+        back = PNG(20, 20, scale=1)
+        back.line(end, (2.5, 2.5), black)
+        assert back.data() == canvas.data()
+
+
+def test_every_letter_of_our_charts_has_a_glyph() -> None:
+    text = "".join(NAMES.values()) + "0123456789 abcdefghijklmnopqrstuvwxyz_"
+    text += "ABCDEFGHIJKLMNOPQRSTUVWXYZ·=.%-+:,()<>/"
+    shapes: dict[Any, str] = {}
+    for letter in sorted(set(text)):
+        shape = strokes(letter)
+        assert shape != strokes("\0"), letter
+        assert shapes.setdefault(shape, letter) == letter
+    pad, above, rows = coverage("I", 20.0)
+    # A straight stem: ink in one column only, as high as a capital.
+    inked = [row.find(max(row)) for row in rows if max(row) > 200]
+    assert len(set(inked)) == 1 and 13 <= len(inked) <= 17
+    assert 0 <= pad < len(rows[0]) and 0 < above <= len(rows)
+    assert text_width("00", 10) == pytest.approx(2 * text_width("0", 10))
+
+
+# --- arguments -------------------------------------------------------------
+
+
+def test_titles_are_escaped_and_shown() -> None:
+    chart = plot(plan("gpipe", 2, 2), title="a < b & 'c'")
+    root = ET.fromstring(chart.svg().encode())
+    texts = [x.text for x in root.iter(f"{SVG_NAME}text")]
+    assert "a < b & 'c'" in texts
+    assert root.get("aria-label") == "a < b & 'c'"
+    assert chart._repr_svg_() == chart.svg()
+
+
+def test_default_title_tells_kind_sizes_and_makespan() -> None:
+    svg = plot(plan("1f1b", 2, 4)).svg()
+    assert ">1f1b · p = 2 · m = 4 · makespan 15<" in svg
+
+
+def test_a_simulation_is_drawn_as_it_ran() -> None:
+    schedule = plan("1f1b", 2, 3)
+    costs = Costs(1.0, 1.0, 1.0, latency=0.5)
+    assert plot(simulate(schedule, costs)).svg() == plot(schedule, costs=costs).svg()
+
+
+def test_nothing_to_draw_is_drawn() -> None:
+    empty = Schedule.parse(
+        "schedule 1 kind=none ranks=1 stages=1 microbatches=1 placement=loop\n"
+        "rank 0: 0F0 0B0\n"
+    )
+    svg = plot(empty, costs=Costs(0, 0, 0)).svg()
+    assert not elements(svg, "box") and len(elements(svg, "lane")) == 1
+
+
+@pytest.mark.parametrize("path", ["a.pdf", "a", "svg"])
+def test_unknown_files_are_refused(tmp_path: Path, path: str) -> None:
+    with pytest.raises(ValueError, match=r"plot: expected a file \.svg or \.png"):
+        plot(plan("gpipe", 2, 2), tmp_path / path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_narrow_charts_are_refused() -> None:
+    with pytest.raises(ValueError, match="plot: expected at least 300 pixels, but got"):
+        plot(plan("gpipe", 2, 2), width=100)
+
+
+@pytest.mark.parametrize("end", [0.003, 0.9, 1.0, 7.0, 39.4, 1e6])
+def test_ticks_are_round_and_few(end: float) -> None:
+    marks = ticks(end, 10)
+    assert marks[0] == 0 and 2 <= len(marks) <= 11 and marks[-1] <= end * (1 + 1e-9)
+    digits = {f"{marks[1]:.0e}"[0]}
+    assert digits <= {"1", "2", "5"}
+
+
+def test_svg_numbers_are_short() -> None:
+    canvas = SVG(10, 10, "t")
+    canvas.rect(1.0, 0.333333, 2.5, 3, (1, 2, 3))
+    assert b'x="1" y="0.33" width="2.5" height="3"' in canvas.data()

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a runner records of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch_sm3.pipeline._build import Parts
+from torch_sm3.pipeline._recorder import Recorder
+from torch_sm3.pipeline._step import StepRun
+from torch_sm3.pipeline.schedule import Action
+from torch_sm3.pipeline.trace import Trace, collect
+
+
+class Tracing:
+    """Records the steps of one rank if that is wanted.
+
+    Args:
+        parts: of the runner.
+        wanted: whether steps are traced.
+    """
+
+    def __init__(self, parts: Parts, wanted: bool) -> None:
+        self._parts = parts
+        self._recorder = Recorder(parts.schedule, parts.rank) if wanted else None
+
+    def of(self, evaluation: bool) -> bool:
+        """Tell whether a run is traced; steps are, evals are not."""
+        return self._recorder is not None and not evaluation
+
+    def add(self, number: int, row: Sequence[Action], run: StepRun) -> None:
+        """Keep what a run stamped.
+
+        Args:
+            number: of the call, equal on all ranks.
+            row: what the rank ran.
+            run: the run.
+        """
+        if self._recorder is not None:
+            self._recorder.add(number, row, run.stamps())
+
+    def check(self) -> None:
+        """Refuse to tell what nobody recorded."""
+        if self._recorder is None:
+            raise RuntimeError(
+                "PipelineRunner: expected trace=True for reports and traces, but got "
+                "False (argument 'trace')"
+            )
+
+    def collect(self, everywhere: bool) -> Trace | None:
+        """Bring what all ranks recorded together, on rank 0 or everywhere."""
+        assert self._recorder is not None, "checked before"
+        parts = self._parts
+        return collect(
+            self._recorder, parts.schedule, parts.rank, parts.links, everywhere
+        )
