@@ -7,7 +7,6 @@
 #include <torch_sm3/pipeline/simulator.h>
 #include <torch_sm3/pipeline/verifier.h>
 
-#include <algorithm>
 #include <stdexcept>
 
 namespace torch_sm3::pipeline {
@@ -169,25 +168,13 @@ PipelineSchedule::verify(
     options.full_grid = full;
     return pipeline::verify(schedule_, options);
   });
-  std::vector<std::string> actions(report.peak_at.size());
-  if (std::any_of(
-          report.peak_bytes.begin(), report.peak_bytes.end(), [](double bytes) {
-            return bytes > 0;
-          })) {
-    const Schedule lowered = schedule_.lower();
-    for (size_t rank = 0; rank < actions.size(); ++rank) {
-      const auto& row = lowered.rows[rank];
-      actions[rank] =
-          row.empty() ? "" : lowered.text(row[report.peak_at[rank]]);
-    }
-  }
   return {
       name(report.rule),
       std::move(report.message),
       std::move(report.grid),
       std::move(report.full_grid),
       std::move(report.peak_bytes),
-      std::move(actions)};
+      std::move(report.peak_actions)};
 }
 
 std::vector<double> PipelineSchedule::live_bytes(
