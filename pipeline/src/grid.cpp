@@ -138,7 +138,7 @@ std::string place(
 
 // Ranks that wait for each other, in order, from the lowest stuck rank on.
 std::vector<uint32_t>
-circle(const Program& program, const std::vector<Stop>& stops) {
+cycle(const Program& program, const std::vector<Stop>& stops) {
   std::vector<uint32_t> path;
   std::vector<bool> seen(stops.size());
   uint32_t rank = 0;
@@ -188,7 +188,7 @@ grid(const Schedule& schedule, const std::vector<Mark>& marks, bool full) {
 
 Waiting
 waiting(const Program& program, const std::vector<Stop>& stops, bool direct) {
-  const std::vector<uint32_t> ranks = circle(program, stops);
+  const std::vector<uint32_t> ranks = cycle(program, stops);
   Waiting result;
   for (size_t i = 0; i < ranks.size(); ++i) {
     result.marks.push_back({ranks[i], stops[ranks[i]].at});

@@ -29,10 +29,10 @@ grid(const Schedule& schedule, const std::vector<Mark>& marks, bool full);
 /// Who waits for whom, from a run that did not come to its end.
 struct Waiting {
   std::string words;
-  std::vector<Mark> marks; ///< those of the circle first
+  std::vector<Mark> marks; ///< those of the cycle first
 };
 
-/// Follows what each rank waits for until the circle closes.
+/// Follows what each rank waits for until the cycle closes.
 ///
 /// \param program what was run
 /// \param stops   where each rank stopped

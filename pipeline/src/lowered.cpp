@@ -32,7 +32,7 @@ Report stuck(
   report.rule = rule;
   report.message = std::string("verify: expected ") +
                    (rule == Rule::kDependencies
-                        ? "dependencies without a circle"
+                        ? "dependencies without a cycle"
                         : "an order in which nobody waits for ever") +
                    ", but got one where " + found.words;
   report.grid = grid(program.schedule(), found.marks, false);
@@ -46,19 +46,13 @@ Report failed(const Schedule& schedule, const Violation& violation, bool full) {
   Report report;
   report.rule = violation.rule;
   report.message = violation.message;
+  const auto& row = schedule.rows[violation.rank];
   std::vector<Mark> marks;
-  if (violation.at) {
-    marks.push_back({violation.rank, *violation.at});
-  } else if (
-      violation.rank < schedule.rows.size() &&
-      !schedule.rows[violation.rank].empty()) {
-    marks.push_back({violation.rank, schedule.rows[violation.rank].size() - 1});
+  if (violation.at || !row.empty()) {
+    marks.push_back({violation.rank, violation.at.value_or(row.size() - 1)});
   }
-  // Rows that do not fit the rest of the schedule make no table.
-  if (schedule.rows.size() == schedule.ranks) {
-    report.grid = grid(schedule, marks, false);
-    report.full_grid = full ? grid(schedule, marks, true) : "";
-  }
+  report.grid = grid(schedule, marks, false);
+  report.full_grid = full ? grid(schedule, marks, true) : "";
   return report;
 }
 
@@ -86,9 +80,6 @@ namespace {
 // Why a schedule cannot be lowered.
 Report
 not_lowered(const Schedule& schedule, const ScheduleError& error, bool full) {
-  if (const auto violation = inspect_counts(schedule)) {
-    return failed(schedule, *violation, full);
-  }
   const Program program(schedule);
   // Messages are missing anyway; what counts is the order within each rank.
   const auto violation = inspect_messages(program);
@@ -106,6 +97,13 @@ not_lowered(const Schedule& schedule, const ScheduleError& error, bool full) {
 Lowered::Lowered(const Schedule& schedule, bool full_grid)
     : schedule_(&schedule) {
   if (const auto violation = inspect_shape(schedule)) {
+    // Numbers that lead outside cannot be written as a table either.
+    report_.emplace();
+    report_->rule = violation->rule;
+    report_->message = violation->message;
+    return;
+  }
+  if (const auto violation = inspect_counts(schedule)) {
     report_ = failed(schedule, *violation, full_grid);
     return;
   }
@@ -118,11 +116,8 @@ Lowered::Lowered(const Schedule& schedule, bool full_grid)
       return;
     }
   }
-  std::optional<Violation> violation = inspect_counts(*schedule_);
-  if (!violation) {
-    program_.emplace(*schedule_);
-    violation = inspect_messages(*program_);
-  }
+  program_.emplace(*schedule_);
+  std::optional<Violation> violation = inspect_messages(*program_);
   if (!violation) {
     violation = inspect_collectives(*schedule_);
   }

@@ -38,20 +38,22 @@ Report count_memory(const Program& program, const VerifyOptions& options) {
   Report report;
   report.peak_bytes.assign(schedule.ranks, 0);
   report.peak_at.assign(schedule.ranks, 0);
+  report.peak_actions.resize(schedule.ranks);
   Memory memory(program, options.costs, options.links);
   for (uint32_t rank = 0; memory.counts() && rank < schedule.ranks; ++rank) {
     const Memory::Peak peak = memory.peak(rank);
     report.peak_bytes[rank] = peak.bytes;
     report.peak_at[rank] = peak.at;
+    const auto& row = schedule.rows[rank];
+    report.peak_actions[rank] = row.empty() ? "" : schedule.text(row[peak.at]);
     const double limit = limit_of(options.memory_limit, rank);
     if (report.valid() && peak.bytes > limit) {
-      const auto& row = schedule.rows[rank];
       Report over = failed(
           schedule,
           {Rule::kMemory,
            "verify: expected at most " + written(limit) + " bytes on rank " +
                std::to_string(rank) + ", but got " + written(peak.bytes) +
-               (row.empty() ? "" : " at " + schedule.text(row[peak.at])) +
+               (row.empty() ? "" : " at " + report.peak_actions[rank]) +
                " (argument 'memory_limit')",
            rank,
            peak.at},

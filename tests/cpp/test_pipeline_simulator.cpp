@@ -159,7 +159,7 @@ TEST(Simulator, CollectivesTakeTimeAndTiesMeet) {
   costs.optimizer_waits = true;
   found = simulate(schedule, costs);
   EXPECT_EQ(found.makespan, 6 + 3 + 0.5);
-  EXPECT_EQ(found.own_idle[1], 1);
+  EXPECT_EQ(found.own_idle[1], 2);
 }
 
 TEST(Simulator, PairsRunAsOneOrLetTheirForwardGoFirst) {
@@ -220,12 +220,12 @@ TEST(Simulator, NoPlanBeatsItsLowerBound) {
   }
 }
 
-TEST(Simulator, WhatCannotRunIsRefusedWithItsCircle) {
-  const Schedule circle = two_ranks(
+TEST(Simulator, WhatCannotRunIsRefusedWithItsCycle) {
+  const Schedule cycle = two_ranks(
       "rank 0: 0F0 0B0 0F1 0B1\n"
       "rank 1: 1F1 1B1 1F0 1B0\n");
   try {
-    simulate(circle);
+    simulate(cycle);
     FAIL();
   } catch (const ScheduleError& error) {
     const std::string text = error.what();

@@ -199,7 +199,7 @@ def in_hook(rank: int, ranks: int, late: bool) -> list[Any]:
 
 def many_ranks(rank: int, ranks: int) -> bool:
     """Run an interleaved schedule of fewer microbatches than ranks."""
-    bench = _Bench(rank, plan("interleaved", ranks, 3, chunks=2), max_pending=8)
+    bench = _Bench(rank, plan("interleaved", ranks, 3, chunks=2))
     sound = bench.is_sound()
     bench.runner.close()
     return sound

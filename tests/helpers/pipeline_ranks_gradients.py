@@ -369,6 +369,40 @@ def shared_and_thawed(rank: int, ranks: int) -> list[str]:
     return wrong
 
 
+class SparseStage(nn.Module):
+    """Look up rows of an embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x[:, 0].abs().long() % 5)
+
+
+def sparse(rank: int, ranks: int) -> tuple[str, int]:
+    """Reduce sparse gradients over replicas, which is refused on all ranks."""
+    modules = [SparseStage(), *chain(1)]
+    items, targets = batches([2] * 2)
+    with grid(rank) as place:
+        runner = runner_of(
+            modules,
+            plan("1f1b", 2, 2),
+            place.stage,
+            group=place.pipeline,
+            data_parallel=place.replicas,
+        )
+        try:
+            runner.step(torch.cat(items), target=torch.cat(targets))
+            return "nothing", 0
+        except PipelineError as error:
+            return f"{error.action} {error.error_type} {error.message}", len(
+                error.others
+            )
+        finally:
+            runner.close()
+
+
 class Fails(nn.Module):
     """Raise in one call, or in its backward."""
 

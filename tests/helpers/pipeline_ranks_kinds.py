@@ -46,7 +46,7 @@ def all_kinds(rank: int, ranks: int) -> list[str]:
             schedule = plan(kind, ranks, m, chunks=chunks)
             mine, whole = chain(schedule.stages), chain(schedule.stages)
             items, targets = batches([2] * m)
-            runner = runner_of(mine, schedule, rank, max_pending=8)
+            runner = runner_of(mine, schedule, rank, max_pending=1)
             result = runner.step(torch.cat(items), target=torch.cat(targets))
             runner.close()
             losses = accumulate(whole, items, targets, [1 / m] * m)

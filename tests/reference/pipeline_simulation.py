@@ -34,6 +34,9 @@ from reference.pipeline_memory import memory
 
 Rows = list[list[Any]]
 
+# An action asks for what it waits for, and that again, back to the first.
+sys.setrecursionlimit(100_000)
+
 
 def added(values: Iterable[float]) -> float:
     """Add one after another; sum() rounds less from Python 3.12 on."""
@@ -261,7 +264,6 @@ def simulate(*arguments: Any, **options: Any) -> Result:
         ValueError: if it deadlocks.
     """
     run = Simulator(*arguments, **options)
-    sys.setrecursionlimit(100_000)
     ranks = range(len(run.rows))
     spans = [[run.span(r, k) for k in range(len(run.rows[r]))] for r in ranks]
     timed = [

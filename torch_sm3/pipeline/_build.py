@@ -13,7 +13,7 @@ from torch_sm3.pipeline._collective import Collective
 from torch_sm3.pipeline._control import Control
 from torch_sm3.pipeline._data import Needs
 from torch_sm3.pipeline._gradients import Gradients
-from torch_sm3.pipeline._links import Links, new_group
+from torch_sm3.pipeline._links import Links, new_group, route_link
 from torch_sm3.pipeline._loss import may_divide
 from torch_sm3.pipeline._random import devices_of
 from torch_sm3.pipeline._reduce import Hook, Reducer
@@ -120,7 +120,6 @@ class Parts:
             self.rank, self.placement, self.routes, self.links, splits
         )
         self.control = Control(self.links, self.rank, size, self.placement[-1])
-        self._tied: Collective | None = None
         self.replicas: Collective | None = None
         self.shrink = 1
         self.gradients = self._gradients(known, group, options, data_parallel, hook)
@@ -138,7 +137,7 @@ class Parts:
 
     def close(self) -> None:
         """End the links and give the groups back."""
-        for end in (self.links, self._tied, self.replicas):
+        for end in (self.links, self.replicas):
             if end is not None:
                 end.close()
 
@@ -150,13 +149,17 @@ class Parts:
         data_parallel: dist.ProcessGroup | None,
         hook: Hook | None,
     ) -> Gradients:
-        ranks = [{member.rank for member in tie} for tie in known.ties.values()]
-        if any(len(holders) > 1 for holders in ranks):
-            self._tied = Collective(group, options.timeout, self.links)
         ties = {
-            number: Tie(number, members, self.rank, self.stages, self._tied)
+            number: Tie(
+                # Behind the channels of the routes.
+                route_link(len(known.routes) + number, backward=False),
+                members,
+                self.rank,
+                self.stages,
+                self.links,
+            )
             for number, members in enumerate(known.ties.values())
-            if self.rank in ranks[number]
+            if any(member.rank == self.rank for member in members)
         }
         for tie in ties.values():
             tie.broadcast()

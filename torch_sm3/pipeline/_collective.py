@@ -50,17 +50,6 @@ class Collective:
         return self._group
 
     def wait(self, work: Any) -> None:
-        """Wait for a message that was started.
-
-        Raises:
-            GroupLostError: if a rank is gone or silent.
-        """
-        try:
-            work.wait(self._limit)
-        except RuntimeError as error:
-            raise self._lost() from error
-
-    def wait_for_all(self, work: Any) -> None:
         """Wait for a collective that was started, in slices that serve Ctrl-C.
 
         Raises:
@@ -76,13 +65,16 @@ class Collective:
                 raise LinksLostError
             if time.monotonic() > end:
                 raise self._lost()
-        self.wait(work)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost() from error
 
     def _lost(self) -> GroupLostError:
         others = [rank for rank in self._ranks if rank != self._ranks[self.rank]]
         return GroupLostError(
-            f"one of the ranks {others} of the world, with the same stages or tied "
-            f"weights, ended or was silent for {self._limit.total_seconds():g} s"
+            f"one of the ranks {others} of the world, with the same stages, ended or "
+            f"was silent for {self._limit.total_seconds():g} s"
         )
 
     def start_sum(self, tensor: torch.Tensor) -> Any:
@@ -106,19 +98,9 @@ class Collective:
         padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
         padded[: own.numel()] = own
         parts = [torch.empty_like(padded) for _ in sizes]
-        self.wait_for_all(
-            dist.all_gather(parts, padded, group=self.group, async_op=True)
-        )
+        self.wait(dist.all_gather(parts, padded, group=self.group, async_op=True))
         pairs = zip(parts, sizes, strict=True)
         return [pickle.loads(p[: int(n)].numpy().tobytes()) for p, n in pairs]
-
-    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
-        """Start to send a tensor to a rank of the group."""
-        return self._peer(dist.isend, tensor, rank, tag)
-
-    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
-        """Start to receive a tensor of a rank of the group."""
-        return self._peer(dist.irecv, tensor, rank, tag)
 
     def close(self) -> None:
         """Give the group back."""
@@ -133,19 +115,11 @@ class Collective:
 
     def _small(self, values: list[float], op: Any) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
-        self.wait_for_all(self._call(dist.all_reduce, tensor, op))
+        self.wait(self._call(dist.all_reduce, tensor, op))
         return tensor.tolist()
 
     def _call(self, function: Callable[..., Any], tensor: torch.Tensor, op: Any) -> Any:
         try:
             return function(tensor, op, group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise self._lost() from error
-
-    def _peer(
-        self, function: Callable[..., Any], tensor: torch.Tensor, rank: int, tag: int
-    ) -> Any:
-        try:
-            return function(tensor, self._ranks[rank], group=self.group, tag=tag)
         except RuntimeError as error:
             raise self._lost() from error

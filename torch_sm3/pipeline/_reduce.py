@@ -146,6 +146,7 @@ class Reducer:
             failed: whether this rank failed; it takes part in the agreement only.
 
         Raises:
+            NotImplementedError: on sparse gradients.
             PeerFailedError: if another replica has failed.
             GroupLostError: if one is gone.
         """
@@ -154,9 +155,16 @@ class Reducer:
             return
         flat = [p for part in parts for p in part]
         there = [float(p.grad is not None) for p in flat]
-        word = self._replicas.maximum([float(failed), *there])
+        sparse = [p for p in flat if p.grad is not None and p.grad.is_sparse]
+        word = self._replicas.maximum([float(failed or bool(sparse)), *there])
         if failed:
             return
+        if sparse:
+            raise NotImplementedError(
+                f"REDUCE_GRAD: expected dense gradients, but got a sparse one of shape "
+                f"{tuple(sparse[0].shape)}; those of nn.Embedding are dense with "
+                "sparse=False"
+            )
         if word[0]:
             raise PeerFailedError("a rank of another replica failed")
         present = iter(word[1:])
@@ -200,7 +208,7 @@ class Reducer:
             )
             return result[0] if isinstance(result, (tuple, list)) else result
         if future is not None:
-            self._replicas.wait_for_all(future)
+            self._replicas.wait(future)
         if self._reduce == "mean":
             bucket.buffer().div_(self._replicas.size)
         return bucket.buffer()

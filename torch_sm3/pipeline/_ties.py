@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_sm3.pipeline._collective import Collective
 from torch_sm3.pipeline._faults import PeerFailedError
+from torch_sm3.pipeline._links import Links
+from torch_sm3.pipeline._values import pack, unpack
 from torch_sm3.pipeline.stage import Stage
-
-_FAILED, _ABSENT, _PRESENT = 2.0, 0.0, 1.0
 
 
 class Member(NamedTuple):
@@ -99,24 +98,24 @@ class Tie:
     """One tied weight with members on this rank.
 
     Args:
-        number: its number among all ties; tags of its messages.
+        link: channel of its messages.
         members: all members, in stage order.
         rank: this rank.
         stages: the stages of this rank.
-        peers: all ranks, None if all members are here.
+        links: links to the other ranks, None if there are none.
     """
 
     def __init__(
         self,
-        number: int,
+        link: int,
         members: list[Member],
         rank: int,
         stages: Mapping[int, Stage],
-        peers: Collective | None,
+        links: Links | None,
     ) -> None:
-        self.number = number
+        self._link = link
         self._rank = rank
-        self._peers = peers
+        self._links = links
         self._members: list[Member] = []
         seen = set()
         for member in members:
@@ -130,6 +129,7 @@ class Tie:
             self._members.append(member._replace(parameter=parameter))
         self.root = members[0].rank
         self._others = sorted({member.rank for member in members} - {self.root})
+        self._first = {m.rank: m.stage for m in reversed(members)}
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -139,7 +139,7 @@ class Tie:
     @property
     def stage(self) -> int:
         """The lowest stage of this rank that is a member."""
-        return next(m.stage for m in self._members if m.rank == self._rank)
+        return self._first[self._rank]
 
     @property
     def repeated(self) -> list[torch.nn.Parameter]:
@@ -151,12 +151,10 @@ class Tie:
         """Give all members the bits of the one on the lowest stage."""
         own = self.parameters
         if self._rank == self.root:
-            works = [self._send(own[0].detach(), rank) for rank in self._others]
-            self._wait(works)
+            for rank in self._others:
+                self._tell(rank, own[0].detach())
         else:
-            value = torch.empty_like(own[0], memory_format=torch.contiguous_format)
-            self._receive(value, self.root)
-            own[0].copy_(value)
+            own[0].copy_(self._hear(self.root))
         for parameter in own[1:]:
             parameter.copy_(own[0])
 
@@ -169,95 +167,46 @@ class Tie:
 
         Raises:
             PeerFailedError: if another member's rank has failed.
-            GroupLostError: if one is gone.
+            LinksLostError: if one is gone.
         """
-        if self._rank == self.root:
-            self._reduce_at_root(failed)
+        own = [None if failed else parameter.grad for parameter in self.parameters]
+        if self._rank != self.root:
+            self._tell(self.root, (failed, own))
+            stopped, total = self._hear(self.root)
         else:
-            self._reduce_elsewhere(failed)
-
-    def _reduce_at_root(self, failed: bool) -> None:
-        states = {}
-        for rank in self._others:
-            states[rank] = torch.zeros(self._count(rank), dtype=torch.float64)
-            self._receive(states[rank], rank)
-        all_states = [failed * _FAILED, *(float(s.max()) for s in states.values())]
-        parts = [m for m in self._members if m.rank == self._rank]
-        there = any(
-            m.parameter is not None and m.parameter.grad is not None for m in parts
-        )
-        answer = max(*all_states, float(there))
-        word = torch.tensor([answer], dtype=torch.float64)
-        self._wait([self._send(word, rank) for rank in self._others])
-        if answer == _FAILED:
-            return self._stop(failed)
-        total = self._sum(states)
-        if total is None:
-            return
-        self._wait([self._send(total, rank) for rank in self._others])
-        self._set(total)
-
-    def _sum(self, states: dict[int, torch.Tensor]) -> torch.Tensor | None:
-        next_of = dict.fromkeys(states, 0)
-        total: torch.Tensor | None = None
-        for member in self._members:
-            gradient = None
-            if member.rank == self._rank:
-                assert member.parameter is not None, "it is on this rank"
-                gradient = member.parameter.grad
-            else:
-                there = states[member.rank][next_of[member.rank]] == _PRESENT
-                next_of[member.rank] += 1
-                if there:
-                    own = self.parameters[0]
-                    gradient = torch.empty(own.shape, dtype=own.dtype)
-                    self._receive(gradient, member.rank)
-            if gradient is not None:
-                total = gradient.clone() if total is None else total.add_(gradient)
-        return total
-
-    def _reduce_elsewhere(self, failed: bool) -> None:
-        own = self.parameters
-        states = [
-            _FAILED if failed else _ABSENT if p.grad is None else _PRESENT for p in own
-        ]
-        states += [_ABSENT] * (self._count(self._rank) - len(states))
-        self._wait([self._send(torch.tensor(states, dtype=torch.float64), self.root)])
-        word = torch.zeros(1, dtype=torch.float64)
-        self._receive(word, self.root)
-        if float(word) == _FAILED:
-            return self._stop(failed)
-        works = [self._send(p.grad, self.root) for p in own if p.grad is not None]
-        self._wait(works)
-        if float(word) == _ABSENT:
-            return
-        total = torch.empty(own[0].shape, dtype=own[0].dtype)
-        self._receive(total, self.root)
-        self._set(total)
-
-    def _count(self, rank: int) -> int:
-        return sum(member.rank == rank for member in self._members)
-
-    def _set(self, total: torch.Tensor) -> None:
-        for parameter in self.parameters:
+            told = {rank: self._hear(rank) for rank in self._others}
+            told[self._rank] = failed, own
+            stopped = any(other for other, _ in told.values())
+            total = None if stopped else self._sum({r: g for r, (_, g) in told.items()})
+            for rank in self._others:
+                self._tell(rank, (stopped, total))
+        if stopped and not failed:
+            raise PeerFailedError("a rank with the same tied weight failed")
+        for parameter in self.parameters if total is not None else ():
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(total)
 
-    @staticmethod
-    def _stop(failed: bool) -> None:
-        if not failed:
-            raise PeerFailedError("a rank with the same tied weight failed")
+    def _sum(self, told: dict[int, list[torch.Tensor | None]]) -> torch.Tensor | None:
+        rest = {rank: iter(gradients) for rank, gradients in told.items()}
+        total: torch.Tensor | None = None
+        for member in self._members:
+            # A rank that holds one object in several stages tells of it once.
+            gradient = next(rest[member.rank], None)
+            if gradient is not None:
+                total = gradient.clone() if total is None else total.add_(gradient)
+        return total
 
-    def _send(self, tensor: torch.Tensor, rank: int) -> Any:
-        assert self._peers is not None, "members elsewhere are reached by messages"
-        return self._peers.send(tensor.contiguous(), rank, self.number)
+    def _tell(self, rank: int, value: Any) -> None:
+        assert self._links is not None, "members elsewhere are reached by links"
+        stages = self.stage, self._first[rank]
+        packed = pack(value, f"tied weight of stage {self.stage}")
+        self._links.send(rank, self._link, stages, 0, *packed)
 
-    def _wait(self, works: list[Any]) -> None:
-        for work in works:
-            assert self._peers is not None, "only messages are waited for"
-            self._peers.wait(work)
-
-    def _receive(self, tensor: torch.Tensor, rank: int) -> None:
-        assert self._peers is not None, "members elsewhere are reached by messages"
-        self._peers.wait(self._peers.receive(tensor, rank, self.number))
+    def _hear(self, rank: int) -> Any:
+        assert self._links is not None, "members elsewhere are reached by links"
+        stages = self._first[rank], self.stage
+        structure, tensors, _ = self._links.take(
+            self._links.receive(rank, self._link, stages, 0)
+        )
+        return unpack(structure, tensors)

@@ -69,6 +69,15 @@ def test_shared_and_thawed_parameters_are_reduced_once(pools: Pools) -> None:
     assert pools(4).run(ranks_gradients.shared_and_thawed) == [[]] * 4
 
 
+def test_sparse_gradients_of_replicas_are_refused(pools: Pools) -> None:
+    answers = pools(4).run(ranks_gradients.sparse)
+    assert len(set(answers)) == 1
+    assert answers[0][0].startswith(
+        "0REDUCE_GRAD NotImplementedError REDUCE_GRAD: expected dense gradients, but "
+        "got a sparse one of shape (5, 6)"
+    )
+
+
 def test_a_failure_in_one_replica_is_raised_in_all(pools: Pools) -> None:
     answers = pools(4).run(ranks_gradients.failing_replica)
     wanted = [

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers.scenarios import Scenarios
 
+from torch_sm3.pipeline import PipelineRunner, Stage, plan
 from torch_sm3.pipeline._faults import Failure, LinksLostError, PoisonedError
 from torch_sm3.pipeline._links import (
     ACTIVATION,
@@ -372,3 +373,39 @@ def both_send_first(rank: int, ranks: int) -> list[bool]:
 
 def test_what_was_asked_for_arrives_while_its_receiver_waits_to_send() -> None:
     assert two_ranks.answers(both_send_first) == [[True] * 24] * 2
+
+
+@two_ranks
+def slow_runner(rank: int, ranks: int) -> tuple[float, bool]:
+    x, y = torch.arange(12.0).view(4, 3), torch.ones(4, 3)
+    grads, seconds = [], 0.0
+    for delay in ({}, {(0, 1): 0.25}):
+        torch.manual_seed(rank)
+        module = torch.nn.Linear(3, 3)
+        runner = PipelineRunner(
+            [Stage(module, rank)],
+            plan("gpipe", 2, 2),
+            loss_fn=torch.nn.functional.mse_loss,
+            link_delay=delay,
+        )
+        dist.barrier()
+        start = time.monotonic()
+        runner.step(x, target=y)
+        seconds = time.monotonic() - start
+        runner.close()
+        grads.append(module.weight.grad)
+    for wrong in ({(0, 2): 0.1}, {(0, 1): -1.0}):
+        with pytest.raises(ValueError, match=r"pairs of 2 ranks.*'link_delay'"):
+            PipelineRunner(
+                [Stage(module, rank)],
+                plan("gpipe", 2, 2),
+                loss_fn=torch.nn.functional.mse_loss,
+                link_delay=wrong,
+            )
+    return seconds, torch.equal(*grads)
+
+
+def test_a_runner_has_slow_links_if_asked() -> None:
+    for seconds, same_bits in two_ranks.answers(slow_runner):
+        # Each rank waits for what follows from a message that was held back.
+        assert seconds >= 0.2 and same_bits

@@ -15,7 +15,7 @@ namespace torch_sm3::pipeline {
 enum class Rule : uint8_t {
   kNone,         ///< nothing
   kCounts,       ///< each (stage, microbatch) has one F, one B or one I and W
-  kDependencies, ///< no circle among actions, collectives and rows
+  kDependencies, ///< no cycle among actions, collectives and rows
   kMessages,     ///< one SEND and one RECV per edge, in one order per link
   kDeadlock,     ///< nobody waits for ever because of the links
   kCollectives,  ///< reductions once, late enough, in one order
@@ -40,8 +40,10 @@ struct Report {
   /// Most memory in use on each rank, in bytes; exact. Empty if a rule before
   /// kMemory is broken.
   std::vector<double> peak_bytes;
-  /// Action of each rank's row at which it is in use.
+  /// Index, in each rank's (lowered) row, of the action at which it is in use.
   std::vector<size_t> peak_at;
+  /// Texts of these actions; empty for an empty row.
+  std::vector<std::string> peak_actions;
 
   bool valid() const {
     return rule == Rule::kNone;
