@@ -76,7 +76,8 @@ def latencies(rows: Sequence[Sequence[Action]], steps: Steps) -> list[list[float
         rows: actions of each rank.
         steps: stamps of each rank's steps.
     """
-    seen: dict[tuple[int, int], list[float]] = defaultdict(list)
+    clean: dict[tuple[int, int], list[float]] = defaultdict(list)
+    late: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in zip(*steps, strict=True):
         sent = {
             message_key(action): (rank, step[rank].end[index])
@@ -90,9 +91,12 @@ def latencies(rows: Sequence[Sequence[Action]], steps: Steps) -> list[list[float
                 origin, left = sent.get(message_key(row[index]), (rank, 0))
                 waited = stamps.ready[target] - stamps.begin[target]
                 if left and stamps.end[target] and waited > _WAITED:
-                    took = max(0, stamps.ready[target] - left)
+                    # A message may not travel before it is asked for.
+                    asked = stamps.end[index]
+                    took = max(0, stamps.ready[target] - max(left, asked))
+                    seen = clean if asked <= left else late
                     seen[origin, rank].append(1e-9 * took)
-    known = {link: _median(values) for link, values in seen.items()}
+    known = {link: _median(values) for link, values in {**late, **clean}.items()}
     usual = _median(list(known.values()))
     ranks = range(len(rows))
     return [[known.get((a, b), usual) if a != b else 0.0 for b in ranks] for a in ranks]

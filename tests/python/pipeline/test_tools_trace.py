@@ -17,6 +17,7 @@ import pytest
 from helpers.pipeline_traces import synthetic
 
 from torch_sm3.pipeline import Costs, Schedule, plan, plot, simulate
+from torch_sm3.pipeline._actions import consumers
 from torch_sm3.pipeline.trace import Recorder, Trace, collect, load_trace
 
 US = 1_000
@@ -273,3 +274,13 @@ def test_idle_slots_take_no_time_and_leave_no_span(tmp_path: Path) -> None:
     assert '"torch_sm3.pipeline ."' not in (tmp_path / "t.json").read_text()
     assert Trace.load(tmp_path / "t.json").steps == trace.steps
     assert trace.costs().F == pytest.approx((14e-9,), abs=1e-12)
+
+
+def test_a_message_that_was_asked_for_late_does_not_make_its_link_slow() -> None:
+    trace = synthetic(plan("gpipe", 2, 4), COSTS)
+    row = trace.schedule.actions(1)
+    for stamps in trace.steps[1]:
+        for index, used in consumers(row).items():
+            # All were sent long before; each arrives a millisecond after its RECV.
+            stamps.begin[index] = stamps.end[index] = stamps.ready[used] - 1_000 * US
+    assert trace.costs().latency[0][1] == pytest.approx(0.001, abs=1e-6)
