@@ -1,12 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The probes: what the kernel says, and what is counted."""
 
+import mmap
 import time
 
 import memory
 import torch
 
 MIB = 2**20
+
+
+def _fresh_block() -> mmap.mmap:
+    """Return 64 MiB that the kernel has just given, every page of it touched.
+
+    A tensor of this size may lie in memory that an earlier test used and the
+    allocator kept, and then neither making nor dropping it changes what is resident.
+    """
+    block = mmap.mmap(-1, 64 * MIB)
+    torch.frombuffer(block, dtype=torch.uint8).fill_(1)
+    return block
+
+
+def _await_two_more(sampler: memory.Sampler) -> None:
+    # Two: the first may have been read before the call.
+    known = len(sampler.trace)
+    while len(sampler.trace) < known + 2:
+        time.sleep(0.005)
 
 
 def test_live_tensors_counts_storages_once_and_forgets_the_dead():
@@ -39,20 +58,20 @@ def test_live_tensors_sees_what_autograd_saves():
 
 
 def test_peak_can_begin_again():
-    block = torch.ones(64 * MIB // 4)
+    block = _fresh_block()
     peak = memory.peak_bytes()
-    assert peak >= block.nbytes
-    del block
+    assert peak >= len(block)
+    block.close()
     memory.reset_peak()
     assert memory.peak_bytes() < peak - 32 * MIB
 
 
 def test_sampler_sees_a_large_tensor_and_continues_a_trace():
     with memory.Sampler(interval=0.005, trace=[(3.0, 1)]) as sampler:
-        time.sleep(0.05)
-        block = torch.ones(64 * MIB // 4)
-        time.sleep(0.05)
-        del block
+        _await_two_more(sampler)
+        block = _fresh_block()
+        _await_two_more(sampler)
+        block.close()
     seconds, sizes = zip(*sampler.trace, strict=True)
     assert seconds[0] == 3.0 and sorted(seconds) == list(seconds)
     assert max(sizes[1:]) - min(sizes[1:]) > 32 * MIB

@@ -27,6 +27,12 @@ void Deliveries::Shelf::let_go() {
   }
 }
 
+void Deliveries::Shelf::end() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  closing = true;
+  wake.notify_all();
+}
+
 Deliveries::Deliveries()
     : shelf_(std::make_shared<Shelf>()),
       thread_([shelf = shelf_] { shelf->let_go(); }) {}
@@ -37,11 +43,7 @@ Deliveries::~Deliveries() {
   }
   // Nobody has closed it, so the caller may hold Python's lock, for which the
   // thread may wait.
-  {
-    const std::lock_guard<std::mutex> lock(shelf_->mutex);
-    shelf_->closing = true;
-    shelf_->wake.notify_all();
-  }
+  shelf_->end();
   thread_.detach();
 }
 
@@ -72,11 +74,7 @@ void Deliveries::forget(Delivery* delivery) {
 }
 
 void Deliveries::close() {
-  {
-    const std::lock_guard<std::mutex> lock(shelf_->mutex);
-    shelf_->closing = true;
-    shelf_->wake.notify_all();
-  }
+  shelf_->end();
   if (thread_.joinable()) {
     thread_.join();
   }

@@ -65,6 +65,7 @@ class Deliveries {
     bool closing = false;
 
     void let_go();
+    void end();
   };
 
   const std::shared_ptr<Shelf> shelf_;

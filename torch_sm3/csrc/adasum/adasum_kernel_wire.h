@@ -9,6 +9,8 @@
 #include "adasum_kernel_round.h"
 #include "adasum_scales.h"
 
+#include <type_traits>
+
 namespace torch_sm3::distributed::TORCH_SM3_ISA {
 
 /// Bits of an element: unsigned integer, those of +infinity.
