@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Values between stages: taken apart, as text and tensors, and put together.
-#include <values.h>
+#include <transport/values.h>
 
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>

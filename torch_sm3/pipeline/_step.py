@@ -19,7 +19,7 @@ Packed = tuple[str, list[torch.Tensor]]
 
 # What no rank can go on after.
 LOST = (LinksLostError, GroupLostError)
-# How a run of the library stands when it returns; see pipeline/src/machine.h.
+# How a run of the library stands when it returns; see pipeline/src/runtime/machine.h.
 _WAIT, _DONE, _LOST = 0, 2, 3
 # Waits are cut into slices of this length, in seconds, so that Ctrl-C is served.
 _SLICE = 0.2

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+// torch.classes.torch_sm3.PipelineTransport and PipelineMachine, the loop over
+// a row's actions, for the Python face. torch releases the GIL around every
+// call.
+#include <classes/transport_class.h>
+#include <runtime/machine.h>
+
+#include <torch_sm3/check.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+
+namespace torch_sm3::pipeline {
+namespace {
+
+// Operation, stage, microbatch and number of the route or -1.
+using Item = std::tuple<std::string, int64_t, int64_t, int64_t>;
+using Pair = std::tuple<int64_t, int64_t>;
+
+Op op_of(const std::string& wanted) {
+  for (int op = 0; op < kOps; ++op) {
+    if (name(static_cast<Op>(op)) == wanted) {
+      return static_cast<Op>(op);
+    }
+  }
+  TORCH_SM3_CHECK_VALUE(
+      false, "PipelineMachine", "row", "an operation of a schedule", wanted);
+}
+
+uint32_t mask_of(const std::vector<std::string>& ops) {
+  uint32_t mask = 0;
+  for (const std::string& wanted : ops) {
+    const Op op = op_of(wanted);
+    TORCH_SM3_CHECK_VALUE(
+        op >= Op::kReduceGrad,
+        "PipelineMachine",
+        "user_ops",
+        "operations from REDUCE_GRAD to RESHARD",
+        wanted);
+    mask |= 1u << static_cast<uint32_t>(op);
+  }
+  return mask;
+}
+
+// A schedule of which one rank's row is known.
+Schedule schedule_of(
+    const std::vector<int64_t>& placement,
+    const std::vector<Pair>& routes,
+    int64_t rank,
+    const std::vector<Item>& row) {
+  Schedule schedule;
+  schedule.stages = static_cast<uint32_t>(placement.size());
+  for (const int64_t place : placement) {
+    schedule.placement.push_back(static_cast<uint32_t>(place));
+    schedule.ranks = std::max(schedule.ranks, schedule.placement.back() + 1);
+  }
+  for (const auto& [source, target] : routes) {
+    schedule.routes.push_back(
+        {static_cast<uint16_t>(source), static_cast<uint16_t>(target)});
+  }
+  schedule.rows.resize(schedule.ranks);
+  for (const auto& [op, stage, microbatch, route] : row) {
+    schedule.rows.at(static_cast<size_t>(rank))
+        .push_back(
+            {op_of(op),
+             static_cast<uint8_t>(route + 1),
+             static_cast<uint16_t>(stage),
+             static_cast<uint32_t>(microbatch)});
+  }
+  return schedule;
+}
+
+class PipelineMachine : public torch::CustomClassHolder {
+ public:
+  // Structure and tensors of a value.
+  using Value = std::tuple<std::string, std::vector<at::Tensor>>;
+
+  PipelineMachine(
+      const std::vector<int64_t>& placement,
+      const std::vector<Pair>& routes,
+      int64_t rank,
+      const std::vector<Item>& row,
+      std::optional<c10::intrusive_ptr<PipelineTransport>> transport,
+      const std::vector<std::string>& user_ops)
+      : transport_(transport ? std::move(*transport) : nullptr),
+        machine_(
+            std::make_shared<const RankProgram>(
+                schedule_of(placement, routes, rank, row),
+                static_cast<uint32_t>(rank)),
+            transport_ ? &transport_->transport() : nullptr,
+            mask_of(user_ops)) {}
+
+  // "auto", "always" or "never".
+  void set_split(int64_t stage, const std::string& split) {
+    machine_.set_split(static_cast<uint16_t>(stage), split_of(split));
+  }
+
+  void begin(bool training, std::vector<double> weights) {
+    machine_.begin(training, std::move(weights));
+  }
+
+  // Kind of the request, index of its action, whether this rank failed, and the
+  // values that came for it.
+  std::tuple<int64_t, int64_t, bool, std::vector<Value>>
+  resume(const std::vector<Value>& answer, double seconds) {
+    std::vector<Packed> packed;
+    packed.reserve(answer.size());
+    for (const auto& [structure, tensors] : answer) {
+      packed.push_back({structure, tensors});
+    }
+    Request request = machine_.resume(std::move(packed), seconds);
+    std::vector<Value> values;
+    values.reserve(request.values.size());
+    for (Packed& value : request.values) {
+      values.emplace_back(std::move(value.structure), std::move(value.tensors));
+    }
+    return {
+        static_cast<int64_t>(request.kind),
+        static_cast<int64_t>(request.index),
+        request.failed,
+        std::move(values)};
+  }
+
+  void fail(const std::string& error_type, const std::string& message) {
+    machine_.fail(error_type, message);
+  }
+
+  // Of the rank as a whole, before its first action; see structure_of.
+  void fail_before(const std::string& structure) {
+    machine_.fail(read_failure(structure));
+  }
+
+  // The run is given up, since the step begins anew; see structure_of.
+  void abandon(const std::string& structure) {
+    machine_.abandon(read_failure(structure));
+  }
+
+  void trace(bool on) {
+    machine_.trace(on);
+  }
+
+  // Begin, ready, end, bytes kept and messages pending of each action.
+  std::vector<std::vector<int64_t>> stamps() const {
+    std::vector<std::vector<int64_t>> lists(5);
+    for (const Machine::Stamp& stamp : machine_.stamps()) {
+      lists[0].push_back(stamp.begin);
+      lists[1].push_back(stamp.ready);
+      lists[2].push_back(stamp.end);
+      lists[3].push_back(stamp.kept);
+      lists[4].push_back(stamp.pending);
+    }
+    return lists;
+  }
+
+  bool failed() const {
+    return machine_.failed();
+  }
+
+  // The failure of this rank, empty if there is none, and its action's index.
+  std::tuple<std::string, int64_t> failure() const {
+    if (!machine_.failure()) {
+      return {"", -1};
+    }
+    const auto& [failure, index] = *machine_.failure();
+    return {structure_of(failure), index};
+  }
+
+ private:
+  const c10::intrusive_ptr<PipelineTransport> transport_;
+  Machine machine_;
+};
+
+// The transport first, and in one file with what takes it as an argument: the
+// order of other files is the linker's.
+TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
+  m.class_<PipelineTransport>("PipelineTransport")
+      .def(
+          torch::init<
+              c10::intrusive_ptr<c10d::ProcessGroup>,
+              double,
+              int64_t,
+              int64_t,
+              std::vector<int64_t>,
+              std::vector<PipelineTransport::Delay>>())
+      .def("begin", &PipelineTransport::begin)
+      .def("send", &PipelineTransport::send)
+      .def("receive", &PipelineTransport::receive)
+      .def("wait", &PipelineTransport::wait)
+      .def("take", &PipelineTransport::take)
+      .def("flush", &PipelineTransport::flush)
+      .def("fail", &PipelineTransport::fail)
+      .def("failure", &PipelineTransport::failure)
+      .def("close", &PipelineTransport::close);
+  m.class_<PipelineMachine>("PipelineMachine")
+      .def(
+          torch::init<
+              std::vector<int64_t>,
+              std::vector<Pair>,
+              int64_t,
+              std::vector<Item>,
+              std::optional<c10::intrusive_ptr<PipelineTransport>>,
+              std::vector<std::string>>())
+      .def("set_split", &PipelineMachine::set_split)
+      .def("begin", &PipelineMachine::begin)
+      .def("resume", &PipelineMachine::resume)
+      .def("fail", &PipelineMachine::fail)
+      .def("fail_before", &PipelineMachine::fail_before)
+      .def("abandon", &PipelineMachine::abandon)
+      .def("trace", &PipelineMachine::trace)
+      .def("stamps", &PipelineMachine::stamps)
+      .def("failed", &PipelineMachine::failed)
+      .def("failure", &PipelineMachine::failure);
+}
+
+} // namespace
+} // namespace torch_sm3::pipeline

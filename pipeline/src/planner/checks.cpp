@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the planner refuses, in words.
+#include <planner/planning.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <numeric>
+
+namespace torch_sm3::pipeline {
+namespace {
+
+// Number of single-letter edits between two words.
+size_t distance(const std::string& a, const std::string& b) {
+  std::vector<size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = row[0];
+    row[0] = i;
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t change = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, change});
+    }
+  }
+  return row[b.size()];
+}
+
+void check_size(int64_t value, int64_t most, const char* what) {
+  if (value < 1 || value > most) {
+    refuse_plan(
+        std::string(what) + " from 1 to " + std::to_string(most),
+        std::to_string(value),
+        what);
+  }
+}
+
+void check_split(const PlanOptions& options, int64_t stages) {
+  if (options.split < 0 || options.split >= std::max<int64_t>(stages, 1)) {
+    refuse_plan(
+        "a first stage of the decoder from 1 to " + std::to_string(stages - 1) +
+            ", or 0 for none",
+        std::to_string(options.split),
+        "split");
+  }
+  if (options.via != "chain" && options.via != "direct") {
+    refuse_plan("via in {chain, direct}", "'" + options.via + "'", "via");
+  }
+  // An action has eight bits for the number of its route.
+  constexpr int64_t kMostRoutes = 254;
+  const int64_t routes = stages - 1 - options.split;
+  if (options.split > 0 && options.via == "direct" && routes > kMostRoutes) {
+    refuse_plan(
+        "at most " + std::to_string(kMostRoutes) + " routes, or via chain",
+        std::to_string(routes),
+        "split");
+  }
+}
+
+void check_limits(const PlanOptions& options) {
+  const size_t limits = options.memory_limit.size();
+  if (limits > 1 && limits != static_cast<size_t>(options.ranks)) {
+    refuse_plan(
+        "1 or " + std::to_string(options.ranks) + " memory limits",
+        std::to_string(limits),
+        "memory_limit");
+  }
+  for (const double limit : options.memory_limit) {
+    if (!(limit >= 0)) {
+      refuse_plan(
+          "a memory limit of 0 or more", short_number(limit), "memory_limit");
+    }
+  }
+  if (limits > 0 && !options.costs) {
+    refuse_plan("costs in bytes beside a memory limit", "none", "costs");
+  }
+}
+
+} // namespace
+
+void refuse_plan(
+    const std::string& expected,
+    const std::string& got,
+    const char* argument) {
+  throw std::invalid_argument(
+      "plan: expected " + expected + ", but got " + got + " (argument '" +
+      argument + "')");
+}
+
+std::string short_number(double value) {
+  std::array<char, 32> buffer{};
+  const bool whole = value == std::floor(value) && std::abs(value) < 1e15;
+  std::snprintf(buffer.data(), buffer.size(), whole ? "%.0f" : "%.17g", value);
+  return buffer.data();
+}
+
+void refuse_kind(const std::string& name) {
+  const std::vector<std::string>& known = kinds();
+  std::string all;
+  for (const std::string& candidate : known) {
+    all += (all.empty() ? "" : ", ") + candidate;
+  }
+  const std::string& nearest = *std::min_element(
+      known.begin(), known.end(), [&](const auto& a, const auto& b) {
+        return distance(name, a) < distance(name, b);
+      });
+  refuse_plan(
+      "kind in {" + all + "}",
+      "'" + name + "', perhaps for '" + nearest + "'",
+      "kind");
+}
+
+Sizes check_sizes(const PlanOptions& options, ChunkRule rule) {
+  constexpr int64_t kMostStages = std::numeric_limits<uint16_t>::max();
+  const int64_t chunks = options.chunks == 0 ? rule.usual : options.chunks;
+  check_size(options.ranks, kMostStages, "ranks");
+  check_size(chunks, kMostStages / options.ranks, "chunks");
+  check_size(
+      options.microbatches,
+      std::numeric_limits<uint32_t>::max(),
+      "microbatches");
+  if (options.kind == "none" && options.ranks != 1) {
+    refuse_plan("1 rank for kind none", std::to_string(options.ranks), "ranks");
+  }
+  if (!rule.any && chunks != rule.usual) {
+    refuse_plan(
+        (rule.usual == 1 ? "1 chunk" : "2 chunks") +
+            (" for kind " + options.kind),
+        std::to_string(options.chunks),
+        "chunks");
+  }
+  const int64_t least = 2 * options.ranks;
+  if (options.kind == "dualpipe_v" && options.microbatches < least) {
+    throw std::invalid_argument(
+        "plan: dualpipe_v expected microbatches >= " + std::to_string(least) +
+        " (2 x ranks), but got " + std::to_string(options.microbatches) +
+        " (argument 'microbatches')");
+  }
+  return {
+      static_cast<uint32_t>(options.ranks),
+      static_cast<uint32_t>(chunks),
+      static_cast<uint32_t>(options.microbatches)};
+}
+
+void check_options(const PlanOptions& options, int64_t stages) {
+  if (!std::isfinite(options.link_cost) || options.link_cost < 0) {
+    refuse_plan(
+        "a link cost of 0 or more",
+        short_number(options.link_cost),
+        "link_cost");
+  }
+  if (options.group_size < 0) {
+    refuse_plan(
+        "a group size of 1 or more, or 0 to choose",
+        std::to_string(options.group_size),
+        "group_size");
+  }
+  check_split(options, stages);
+  check_limits(options);
+}
+
+} // namespace torch_sm3::pipeline

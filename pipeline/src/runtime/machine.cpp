@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loop over a row, its messages, and what follows a failure.
+#include <runtime/machine.h>
+
+#include <c10/util/Exception.h>
+
+#include <chrono>
+
+namespace torch_sm3::pipeline {
+namespace {
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+} // namespace
+
+Machine::Machine(
+    std::shared_ptr<const RankProgram> program,
+    Transport* transport,
+    uint32_t user_ops)
+    : program_(std::move(program)),
+      transport_(transport),
+      user_ops_(user_ops) {}
+
+void Machine::begin(bool training, std::vector<double> weights) {
+  training_ = training;
+  weights_ = std::move(weights);
+  at_ = 0;
+  asked_ = false;
+  failure_.reset();
+  poison_.reset();
+  tickets_.clear();
+  forget();
+  stamps_.assign(tracing_ ? program_->row().size() : 0, {});
+}
+
+void Machine::forget() {
+  request_.clear();
+  results_.clear();
+  graphs_.clear();
+}
+
+Request Machine::resume(std::vector<Packed> answer, double seconds) {
+  if (asked_) {
+    asked_ = false;
+    take_answer(std::move(answer));
+    finish();
+  }
+  while (at_ < program_->row().size()) {
+    stamp_begin();
+    switch (failed() ? pass(seconds) : run(seconds)) {
+      case Progress::kNext:
+        finish();
+        break;
+      case Progress::kAgain:
+        break;
+      case Progress::kAsk:
+        asked_ = true;
+        return {Request::Kind::kUser, at_, failed(), std::move(request_)};
+      case Progress::kWait:
+        return {Request::Kind::kWait, at_, failed(), {}};
+      case Progress::kLost:
+        return {Request::Kind::kLost, at_, failed(), {}};
+    }
+  }
+  return {Request::Kind::kDone, at_, failed(), {}};
+}
+
+void Machine::fail(const std::string& error_type, const std::string& message) {
+  TORCH_CHECK(
+      at_ < program_->row().size(),
+      "PipelineRunner: expected an action that failed, but all are done");
+  asked_ = false;
+  const auto index = static_cast<int64_t>(at_);
+  const Action now = action();
+  if (now.op >= Op::kReduceGrad) {
+    finish(); // no communication of ours belongs to it
+  }
+  if (failure_) {
+    return; // a collective after a failure: the first one is told
+  }
+  failure_.emplace(
+      Failure{
+          program_->rank(),
+          now.stage,
+          now.microbatch,
+          program_->schedule().text(now),
+          error_type,
+          message},
+      index);
+  forget();
+}
+
+void Machine::fail(Failure failure) {
+  failure_.emplace(std::move(failure), -1);
+  forget();
+}
+
+void Machine::abandon(Failure why) {
+  failure_.reset();
+  poison_ = std::move(why);
+  forget();
+}
+
+void Machine::stamp_begin() {
+  if (tracing_ && stamps_[at_].begin == 0) {
+    stamps_[at_].begin = now_ns();
+  }
+}
+
+void Machine::stamp_ready() {
+  if (tracing_) {
+    stamps_[at_].ready = now_ns();
+  }
+}
+
+// Goes on to the next action.
+void Machine::finish() {
+  if (tracing_) {
+    Stamp& stamp = stamps_[at_];
+    stamp.end = now_ns();
+    stamp.ready = stamp.ready == 0 ? stamp.begin : stamp.ready;
+    for (const auto& result : results_) {
+      for (const at::Tensor& tensor : result.second.tensors) {
+        stamp.kept += static_cast<int64_t>(tensor.nbytes());
+      }
+    }
+    stamp.pending = transport_ == nullptr ? 0 : transport_->pending();
+  }
+  ++at_;
+}
+
+Header Machine::header(const Way& way, uint32_t microbatch) const {
+  Header header;
+  header.source = way.source;
+  header.target = way.target;
+  header.microbatch = microbatch;
+  return header;
+}
+
+Machine::Progress Machine::run(double seconds) {
+  switch (action().op) {
+    case Op::kIdle:
+      return Progress::kNext;
+    case Op::kForward:
+      return forward(seconds);
+    case Op::kBackward:
+    case Op::kBackwardInput:
+      return backward(seconds);
+    case Op::kBackwardWeight: {
+      const auto found = graphs_.find({action().stage, action().microbatch});
+      TORCH_INTERNAL_ASSERT(found != graphs_.end(), "W without its I");
+      found->second.backward.weight();
+      graphs_.erase(found);
+      return Progress::kNext;
+    }
+    case Op::kSendForward:
+    case Op::kSendBackward:
+      return send(seconds);
+    case Op::kRecvForward:
+    case Op::kRecvBackward:
+      receive();
+      return Progress::kNext;
+    default:
+      return (user_ops_ >> static_cast<uint32_t>(action().op) & 1u) != 0
+                 ? Progress::kAsk
+                 : Progress::kNext;
+  }
+}
+
+// Does the communication of an action after a failure, and no more.
+Machine::Progress Machine::pass(double seconds) {
+  switch (action().op) {
+    case Op::kForward:
+      return drain(program_->ways(action().stage).values_in, seconds);
+    case Op::kBackward:
+    case Op::kBackwardInput:
+      return drain(program_->ways(action().stage).gradients_in, seconds);
+    case Op::kBackwardWeight:
+      return Progress::kNext;
+    case Op::kSendForward:
+    case Op::kSendBackward:
+      return send_poison(seconds);
+    default:
+      return run(seconds);
+  }
+}
+
+void Machine::receive() {
+  const Way& way = program_->way(action());
+  const uint32_t i = action().microbatch;
+  tickets_[key(way, i)] =
+      transport_->receive(way.peer, way.channel, header(way, i));
+}
+
+Machine::Progress Machine::send(double seconds) {
+  const Way& way = program_->way(action());
+  const uint32_t i = action().microbatch;
+  const auto found = results_.find(key(way, i));
+  TORCH_INTERNAL_ASSERT(found != results_.end(), "a SEND before its producer");
+  Header head = header(way, i);
+  head.structure = found->second.structure;
+  const Outcome outcome = transport_->send(
+      way.peer, way.channel, std::move(head), found->second.tensors, seconds);
+  if (outcome == Outcome::kDone) {
+    results_.erase(found);
+    left(way);
+    return Progress::kNext;
+  }
+  return outcome == Outcome::kLost ? Progress::kLost : Progress::kWait;
+}
+
+Machine::Progress Machine::send_poison(double seconds) {
+  const Way& way = program_->way(action());
+  Header head = header(way, action().microbatch);
+  head.message_class = MessageClass::kPoison;
+  head.structure = structure_of(failure_ ? failure_->first : *poison_);
+  const Outcome outcome =
+      transport_->send(way.peer, way.channel, std::move(head), {}, seconds);
+  return outcome == Outcome::kDone   ? Progress::kNext
+         : outcome == Outcome::kLost ? Progress::kLost
+                                     : Progress::kWait;
+}
+
+// Waits until all that comes from other ranks for the action is here.
+Machine::Progress Machine::await(const std::vector<Way>& ways, double seconds) {
+  for (const Way& way : ways) {
+    const auto ticket = tickets_.find(key(way, action().microbatch));
+    if (ticket == tickets_.end()) {
+      continue;
+    }
+    const Outcome outcome = transport_->wait(ticket->second, seconds);
+    if (outcome != Outcome::kDone) {
+      return outcome == Outcome::kLost ? Progress::kLost : Progress::kWait;
+    }
+  }
+  return Progress::kNext;
+}
+
+// Takes a message that has arrived; nothing if it was poison.
+std::optional<Message> Machine::take_message(const Way& way) {
+  const auto ticket = tickets_.find(key(way, action().microbatch));
+  TORCH_INTERNAL_ASSERT(ticket != tickets_.end(), "a consumer before its RECV");
+  Message message = transport_->take(ticket->second);
+  tickets_.erase(ticket);
+  if (message.header.message_class != MessageClass::kPoison) {
+    return message;
+  }
+  if (!failed()) {
+    poison_ = read_failure(message.header.structure);
+    forget();
+  }
+  return std::nullopt;
+}
+
+Machine::Progress Machine::drain(const std::vector<Way>& ways, double seconds) {
+  const Progress progress = await(ways, seconds);
+  if (progress == Progress::kNext) {
+    for (const Way& way : ways) {
+      if (tickets_.count(key(way, action().microbatch)) > 0) {
+        take_message(way);
+      }
+    }
+  }
+  return progress;
+}
+
+} // namespace torch_sm3::pipeline

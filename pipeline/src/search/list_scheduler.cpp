@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <search/list_scheduler.h>
+#include <simulator/clocks.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <queue>
+#include <stdexcept>
+
+namespace torch_sm3::pipeline {
+namespace {
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+class ListScheduler {
+ public:
+  ListScheduler(
+      const Schedule& shape,
+      const Costs& costs,
+      const ListPolicy& policy)
+      : shape_(shape),
+        costs_(costs),
+        policy_(policy),
+        m_(shape.microbatches),
+        stages_(shape.stages),
+        own_(shape.ranks),
+        clocks_(shape.ranks),
+        held_(shape.ranks),
+        rows_(shape.ranks) {
+    for (uint32_t s = 0; s < shape.stages; ++s) {
+      Stage& stage = stages_[s];
+      stage.rank = shape.placement[s];
+      stage.inputs_at.assign(m_, s == 0 ? 0 : kNever);
+      stage.gradients_at.assign(m_, kNever);
+      stage.down = time_between(s, s + 1);
+      stage.up = s > 0 ? time_between(s, s - 1) : 0;
+      own_[stage.rank].push_back(s);
+    }
+    for (const std::vector<uint32_t>& own : own_) {
+      double later = 0;
+      for (size_t k = own.size(); k-- > 0;) {
+        stages_[own[k]].kept_free = later;
+        later += policy.weights[own[k]];
+      }
+      if (policy.shares) {
+        share(own);
+      }
+    }
+  }
+
+  std::vector<std::vector<Action>> run() {
+    for (uint32_t rank = 0; rank < shape_.ranks; ++rank) {
+      rows_[rank].reserve(size_t{3} * own_[rank].size() * m_);
+      events_.emplace(0, rank);
+    }
+    uint64_t left = uint64_t{3} * shape_.stages * m_;
+    while (left > 0) {
+      if (events_.empty()) {
+        throw std::logic_error("plan: no rank of the list can go on");
+      }
+      const auto [now, rank] = events_.top();
+      events_.pop();
+      // A rank that was busy in between has an event of its own at its end.
+      if (now >= clocks_[rank] && step(rank, now)) {
+        --left;
+      }
+    }
+    return std::move(rows_);
+  }
+
+ private:
+  struct Stage {
+    uint32_t rank = 0;
+    uint32_t forwards = 0; // done so far
+    uint32_t inputs = 0;
+    uint32_t weights = 0;
+    // When the input, and the gradient of the output, of each microbatch is
+    // there.
+    std::vector<double> inputs_at;
+    std::vector<double> gradients_at;
+    double down = 0;      // time of a message to the next stage
+    double up = 0;        // and to the one before
+    double kept_free = 0; // for later chunks of the rank
+    uint32_t most = ~0u;  // in flight
+  };
+
+  // In units of one hop, an activation of stage s lives until the microbatch
+  // has gone to the last stage and its gradient has come back.
+  double life(uint32_t s) const {
+    return 2.0 * (shape_.stages - 1 - s) + 1;
+  }
+
+  void share(const std::vector<uint32_t>& own) {
+    double lives = 0;
+    for (const uint32_t s : own) {
+      lives += life(s) * policy_.weights[s];
+    }
+    if (lives <= 0) {
+      return; // what takes no room needs no share of it
+    }
+    for (const uint32_t s : own) {
+      const double wanted = policy_.budgets[stages_[s].rank] * life(s) / lives;
+      const double most = std::ceil(std::min<double>(wanted, m_) - 1e-9);
+      stages_[s].most = std::max(1u, static_cast<uint32_t>(most));
+    }
+  }
+
+  double time_between(uint32_t from, uint32_t to) const {
+    if (to >= shape_.stages || shape_.placement[from] == shape_.placement[to]) {
+      return 0;
+    }
+    Edge edge;
+    edge.source = static_cast<uint16_t>(from);
+    edge.target = static_cast<uint16_t>(to);
+    edge.from = shape_.placement[from];
+    edge.to = shape_.placement[to];
+    return hop(shape_, costs_, edge);
+  }
+
+  double forward_at(const Stage& stage) const {
+    return stage.forwards < m_ ? stage.inputs_at[stage.forwards] : kNever;
+  }
+  double input_at(const Stage& stage) const {
+    return stage.inputs < m_ ? stage.gradients_at[stage.inputs] : kNever;
+  }
+  bool has_room(uint32_t s) const {
+    const Stage& stage = stages_[s];
+    const double after =
+        held_[stage.rank] + policy_.weights[s] + stage.kept_free;
+    return stage.forwards - stage.weights < stage.most &&
+           after <= policy_.budgets[stage.rank] * (1 + 1e-12);
+  }
+
+  // Takes the best action that is ready; else comes back when the next will be.
+  bool step(uint32_t rank, double now) {
+    const std::vector<uint32_t>& own = own_[rank];
+    double next = kNever;
+    const auto ready = [&](double at) {
+      next = at > now ? std::min(next, at) : next;
+      return at <= now;
+    };
+    const auto forward = [&](size_t first) {
+      for (size_t k = own.size(); k-- > first;) {
+        if (has_room(own[k]) && ready(forward_at(stages_[own[k]]))) {
+          return act(Op::kForward, own[k], now);
+        }
+      }
+      return false;
+    };
+    const auto input = [&] {
+      for (size_t k = own.size(); k-- > 0;) {
+        if (ready(input_at(stages_[own[k]]))) {
+          return act(Op::kBackwardInput, own[k], now);
+        }
+      }
+      return false;
+    };
+    if ((policy_.forwards_first && forward(1)) || input() || forward(0) ||
+        weight(own, now)) {
+      return true;
+    }
+    if (next < kNever) {
+      events_.emplace(next, rank);
+    }
+    return false;
+  }
+
+  bool weight(const std::vector<uint32_t>& own, double now) {
+    const auto owed = [&](uint32_t s) {
+      return stages_[s].inputs - stages_[s].weights;
+    };
+    const uint32_t most = *std::max_element(
+        own.rbegin(), own.rend(), [&](uint32_t a, uint32_t b) {
+          return owed(a) < owed(b);
+        });
+    return owed(most) > 0 && act(Op::kBackwardWeight, most, now);
+  }
+
+  bool act(Op op, uint32_t s, double now) {
+    Stage& stage = stages_[s];
+    const StageCosts& of = costs_.of(s);
+    const double kept = policy_.weights[s];
+    const double part = of.activation_bytes > 0
+                            ? of.released_at_input / of.activation_bytes
+                            : 0;
+    double end = now;
+    uint32_t i = 0;
+    if (op == Op::kForward) {
+      i = stage.forwards++;
+      end += of.forward / speed(stage.rank);
+      held_[stage.rank] += kept;
+      if (s + 1 < shape_.stages) {
+        arrive(&stages_[s + 1].inputs_at[i], s + 1, end + stage.down);
+      } else {
+        stage.gradients_at[i] = end;
+      }
+    } else if (op == Op::kBackwardInput) {
+      i = stage.inputs++;
+      end += of.input / speed(stage.rank);
+      held_[stage.rank] -= kept * part;
+      if (s > 0) {
+        arrive(&stages_[s - 1].gradients_at[i], s - 1, end + stage.up);
+      }
+    } else {
+      i = stage.weights++;
+      end += of.weight / speed(stage.rank);
+      held_[stage.rank] -= kept * (1 - part);
+    }
+    rows_[stage.rank].push_back({op, 0, static_cast<uint16_t>(s), i});
+    clocks_[stage.rank] = end;
+    events_.emplace(end, stage.rank);
+    return true;
+  }
+
+  void arrive(double* when, uint32_t s, double time) {
+    *when = time;
+    events_.emplace(time, stages_[s].rank);
+  }
+
+  double speed(uint32_t rank) const {
+    return costs_.speed.size() == 1 ? costs_.speed[0] : costs_.speed[rank];
+  }
+
+  const Schedule& shape_;
+  const Costs& costs_;
+  const ListPolicy& policy_;
+  uint32_t m_;
+  std::vector<Stage> stages_;
+  std::vector<std::vector<uint32_t>> own_; // stages of each rank, ascending
+  std::vector<double> clocks_;
+  std::vector<double> held_;
+  std::vector<std::vector<Action>> rows_;
+  using Event = std::pair<double, uint32_t>;
+  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+};
+
+} // namespace
+
+std::vector<std::vector<Action>> schedule_list(
+    const Schedule& shape,
+    const Costs& costs,
+    const ListPolicy& policy) {
+  return ListScheduler(shape, costs, policy).run();
+}
+
+} // namespace torch_sm3::pipeline
