@@ -136,6 +136,7 @@ class Machine {
     return program_->row()[at_];
   }
   Header header(const Way& way, uint32_t microbatch) const;
+  void announce();
   void forget();
   void stamp_begin();
   void stamp_ready();

@@ -38,7 +38,7 @@ std::vector<int64_t> Transport::Engine::control_peers() const {
 
 int Transport::Engine::tag(Channel channel, int64_t from, int64_t to) const {
   return static_cast<int>(
-      2 * ((static_cast<int64_t>(channel) * size_ + from) * size_ + to));
+      kTags * ((static_cast<int64_t>(channel) * size_ + from) * size_ + to));
 }
 
 Transport::Engine::Outgoing&
@@ -203,7 +203,7 @@ void Transport::Engine::close() {
   }
   const Lock lock(mutex_);
   for (auto& entry : incoming_) {
-    entry.second->asked.clear();
+    entry.second->queue.clear();
   }
   receipts_.clear();
   outgoing_.clear();

@@ -56,7 +56,7 @@ void Transport::Engine::fail(const std::string& structure, int64_t except) {
     header.flags = kAlarm;
     header.structure = structure;
     try {
-      post(*link, std::move(header), {});
+      post(*link, wrap(*link, std::move(header), {}));
     } catch (const std::exception&) {
       continue; // that peer is gone too and needs no alarm
     }
@@ -103,8 +103,8 @@ Failure Transport::Engine::broken_protocol(
   const Lock lock(mutex_);
   Failure failure{rank_, 0, 0, "", "ProtocolError", ""};
   std::string expected = "a message";
-  if (!link.asked.empty()) {
-    const Header& header = link.asked.front()->expected;
+  if (!link.queue.empty()) {
+    const Header& header = link.queue.front()->expected;
     failure.stage = header.target;
     failure.microbatch = header.microbatch;
     expected = describe(header);
