@@ -49,7 +49,7 @@ class Session(Calls):
         super().__init__(parts)
         self.steps = 0
         self.stepper = Stepper(parts)
-        self._tracing = Tracing(parts, options.trace)
+        self._tracing = Tracing(parts, options.trace, options.max_pending)
         self._options = options
         self._loss_fn = loss_fn
 
