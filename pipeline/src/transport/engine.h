@@ -102,7 +102,10 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   struct Outgoing {
     int64_t peer = 0;
     int tag = 0;
-    std::vector<TensorMeta> layout; // what the receiver is ready for, if any
+    // Whether the receiver offers to take the like of the last message again;
+    // control messages are received before anyone asks.
+    bool foretells = true;
+    std::vector<TensorMeta> layout; // what it is ready for, if anything
     std::deque<Parcel> parcels;     // posted and not known to have left
     std::optional<Time> full_since;
     std::chrono::nanoseconds delay{0};
@@ -125,6 +128,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
     size_t posted = 0;              // of the first ones the frame may arrive
     std::vector<at::Tensor> spare;  // buffers for frames
     std::deque<Message> unasked;    // control messages that came first
+    bool left = false;              // the peer closed its links
     std::vector<TensorMeta> layout; // of the last payload, if it was large
     // The last payload came after its header was read, or there was none yet.
     bool surprised = true;
@@ -177,6 +181,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   Time limit_of(std::optional<Time>* since, double seconds) const;
   bool overdue(const std::optional<Time>& since) const;
   void fail_with(const Failure& failure, int64_t except = -1);
+  void tell_all(const Header& header, int64_t except);
   Failure timed_out(
       bool sends,
       Channel channel,

@@ -36,6 +36,11 @@ void Transport::Engine::ask(int64_t ticket) {
     if (receipt->channel == Channel::kControl) {
       receipt->threaded = true;
       match(link);
+      const bool never = link.left && !link.queue.empty();
+      lock.unlock();
+      if (never) {
+        fail_with(lost_peer(receipt->peer), receipt->peer);
+      }
       return;
     }
     post_frames(link);

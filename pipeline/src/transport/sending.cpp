@@ -142,10 +142,9 @@ Transport::Engine::Parcel Transport::Engine::wrap(
           {payload_bytes(tensor), offered ? kOfferTag : kRestTag});
     }
   }
-  // Control messages are received before anyone asks, so there are no offers.
-  const bool foretells =
-      !small && header.message_class != MessageClass::kControl;
-  link.layout = foretells ? std::move(header.tensors) : decltype(link.layout){};
+  if (link.foretells) {
+    link.layout = small ? std::vector<TensorMeta>() : header.tensors;
+  }
   return parcel;
 }
 

@@ -98,7 +98,16 @@ void Transport::Engine::run_control(Incoming& link) {
       fail(message.header.structure, link.peer);
       continue;
     }
-    const Lock lock(mutex_);
+    Lock lock(mutex_);
+    if ((message.header.flags & kGoodbye) != 0) {
+      link.left = true;
+      const bool owes = !link.queue.empty();
+      lock.unlock();
+      if (owes) {
+        fail_with(lost_peer(link.peer), link.peer);
+      }
+      return;
+    }
     link.layout.clear(); // nobody offers to receive the same again
     link.unasked.push_back(std::move(message));
     match(link);

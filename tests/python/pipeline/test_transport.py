@@ -255,6 +255,43 @@ def test_poison_takes_the_place_of_one_message() -> None:
     assert first == second
 
 
+@three_ranks
+def leave_early(rank: int, ranks: int) -> Any:
+    links = Links(new_group(None, 20.0), 20.0, 1, 2, [0, 1, 2])
+    links.begin(1, False)
+    if rank == 0:
+        # All that rank 0 waits for; the others are not through yet.
+        links.hear(2)
+        links.close()
+        dist.barrier()
+        dist.barrier()
+        return None
+    if rank == 2:
+        links.tell(0, "done")
+        dist.barrier()  # rank 0 has closed
+        time.sleep(0.3)
+        links.tell(1, "done")
+    else:
+        dist.barrier()
+        assert links.hear(2) == "done"
+    assert links.failure() is None
+    dist.barrier()
+    # Whoever still wants something of rank 0 learns at once that it is gone.
+    start = time.monotonic()
+    with pytest.raises(LinksLostError):
+        links.hear(0 if rank == 2 else 2)
+    failure = links.failure()
+    links.flush(1.0)
+    links.close()
+    assert failure is not None
+    return failure.error_type, failure.rank, time.monotonic() - start < 10
+
+
+def test_a_rank_that_is_done_first_may_close_before_the_others_are() -> None:
+    answers = three_ranks.answers(leave_early)
+    assert answers == [None, ("PeerLost", 0, True), ("PeerLost", 0, True)]
+
+
 @two_ranks
 def wrong_calls(rank: int, ranks: int) -> None:
     links = open_links()

@@ -44,6 +44,7 @@ enum HeaderFlags : uint8_t {
   kAlarm = 2,      ///< control: the links are lost, with the reason
   kTogether = 4,   ///< the rest and the payload are in the same transmission
   kOffered = 8,    ///< the payload goes where the message before foretold it
+  kGoodbye = 16,   ///< control: the sender closes its links, in order
 };
 
 /// Type, shape and differentiability of one tensor of a message.
