@@ -136,8 +136,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     arguments(parser)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.02,
+        help="of F, I and W each; longer on a machine that others use as well",
+    )
     options = parser.parse_args()
-    seconds = (0.02, 0.02, 0.02)
+    seconds = (options.seconds,) * 3
     rounds, steps = (1, 4) if options.quick else (3, STEPS)
     figures: list[Figure] = []
     measured: dict[str, Any] = {}

@@ -28,6 +28,15 @@ def test_a_sharded_stage_needs_unshard(pools: Pools) -> None:
     assert with_it == "fine"
 
 
+def test_unshard_and_reshard_reach_all_modules_of_a_stage(pools: Pools) -> None:
+    calls = ["UNSHARD", "RESHARD"]
+    assert pools(1).run(ranks_precision.gathered) == [[calls, calls]]
+
+
+def test_stages_sharded_over_replicas_have_their_mean_gradient(pools: Pools) -> None:
+    assert pools(4).run(ranks_precision.fully_sharded) == [[]] * 4
+
+
 def test_options_are_checked_on_all_ranks(pools: Pools) -> None:
     first, second = pools(2).run(ranks_precision.wrong_options)
     assert first == second
