@@ -117,7 +117,13 @@ class Parts:
             )
         splits = {index: stage.split for index, stage in self.stages.items()}
         self.machines = Machines(
-            self.rank, self.placement, self.routes, self.links, splits
+            self.rank,
+            self.placement,
+            self.routes,
+            self.links,
+            splits,
+            {i: list(stage.module.parameters()) for i, stage in self.stages.items()},
+            options.max_pending,
         )
         self.control = Control(self.links, self.rank, size, self.placement[-1])
         self.replicas: Collective | None = None

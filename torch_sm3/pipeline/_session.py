@@ -39,7 +39,7 @@ class Session(Updates):
         self, parts: Parts, options: Options, loss_fn: Callable[[Any, Any], Any] | None
     ) -> None:
         super().__init__(parts)
-        self._tracing = Tracing(parts, options.trace)
+        self._tracing = Tracing(parts, options.trace, options.max_pending)
         self._options = options
         self._loss_fn = loss_fn
 
