@@ -63,12 +63,13 @@ class Train:
 
 
 def span(train: Train, steps: int) -> list[float]:
-    """Return each rank's seconds from its first to its last step, both without others.
+    """Return each rank's seconds from its first to its last step, by its own clock.
 
-    The first step of a row is there to shift the ranks against each other as they
-    will stay; it does not count.
+    Two steps before shift the ranks against each other as they will stay: the first
+    still ends on all ranks at once.
     """
     dist.barrier()
+    train.step()
     train.step()
     start = time.perf_counter()
     for _ in range(steps):

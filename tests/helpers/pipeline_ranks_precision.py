@@ -282,6 +282,44 @@ def sharded(rank: int, ranks: int) -> list[str]:
     return texts
 
 
+def wrong_steps(rank: int, ranks: int) -> list[str]:
+    """Call optimizer_step with what does not fit; return the errors."""
+    mine = chain(ranks)
+    optimizer = torch.optim.SGD(mine[rank].parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", 2.0)
+    runner = runner_of(mine, plan("1f1b", ranks, 2), rank)
+    items, targets = batches([2] * 2)
+    texts = []
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (optimizer, {"max_norm": -1.0}),
+        (optimizer, {"max_norm": "big"}),
+        (None if rank == 1 else optimizer, {}),
+        (optimizer, {"max_norm": 1.0 if rank == 1 else None}),
+        (optimizer, {"scaler": scaler if rank == 0 else None}),
+        (optimizer, {"max_norm": 1.0 + rank, "scaler": scaler}),
+    ]
+    for given, options in cases:
+        try:
+            runner.step(torch.cat(items), target=torch.cat(targets), scaler=scaler)
+            runner.optimizer_step(given, **options)
+            texts.append("nothing")
+        except (ValueError, TypeError) as error:
+            texts.append(f"{type(error).__name__} {error}")
+        runner.zero_grad()
+    # Told later, where the norms are compared.
+    runner.step(torch.cat(items), target=torch.cat(targets))
+    runner.optimizer_step(optimizer, max_norm=1.0 + rank, post_validate=True)
+    try:
+        runner.step(torch.cat(items), target=torch.cat(targets))
+        texts.append("nothing")
+    except PipelineError as error:
+        texts.append(f"{error.error_type} {error.message}")
+    runner.step(torch.cat(items), target=torch.cat(targets), scaler=scaler)
+    applied = runner.optimizer_step(optimizer, max_norm=1.0, scaler=scaler).applied
+    runner.close()
+    return [*texts, str(applied)]
+
+
 class Gathers(nn.Module):
     """Hold its weight only between unshard and reshard, as a sharded module does."""
 

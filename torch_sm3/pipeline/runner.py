@@ -113,6 +113,11 @@ class PipelineRunner(Records):
                 "PipelineRunner: expected a Schedule, but got "
                 f"{type(schedule).__name__} (argument 'schedule')"
             )
+        if isinstance(stages, Stage):
+            raise TypeError(
+                "PipelineRunner: expected a list of Stage objects, but got one Stage "
+                "(argument 'stages')"
+            )
         options = Options(
             loss_reduction,
             reduce,
@@ -243,6 +248,8 @@ class PipelineRunner(Records):
         Raises:
             PipelineError: on every rank, if the optimizer of any fails; those of
                 other ranks may have stepped.
+            ValueError: on every rank, if ``max_norm`` is negative or not alike.
+            TypeError: on every rank, if ``optimizer`` is none.
         """
         return self._session.optimize(optimizer, max_norm, scaler, post_validate)
 
