@@ -536,12 +536,12 @@ def tied_adasum(rank: int, ranks: int, later: bool) -> list[str]:
         items, targets = data[place.replica]
         optimizer = torch.optim.SGD(mine[place.stage].parameters(), lr=0.0)
         for _ in range(2 if later else 1):
-            # The second step validates the optimizer's step before.
+            # The second step finds that the first was to be clipped, and begins anew.
             runner.zero_grad()
             runner.step(torch.cat(items), target=torch.cat(targets))
             kept = {n: p.grad.clone() for n, p in mine[place.stage].named_parameters()}
             if later:
-                runner.optimizer_step(optimizer, max_norm=1e9, post_validate=True)
+                runner.optimizer_step(optimizer, max_norm=1e-3, post_validate=True)
         runner.flush()
         runner.close()
     for twin, (xs, ys) in zip(twins, data, strict=True):
