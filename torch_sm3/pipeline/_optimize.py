@@ -11,11 +11,14 @@ from torch.optim.optimizer import Optimizer
 
 from torch_sm3.pipeline._build import Parts
 from torch_sm3.pipeline._faults import PeerFailedError
+from torch_sm3.pipeline._late import Open
+from torch_sm3.pipeline._outcome import Answer, Verdict, agreed
 from torch_sm3.pipeline._precision import (
     Decision,
     apply,
     decide,
     factor_of,
+    forget,
     judged,
     record,
     shrink,
@@ -33,9 +36,10 @@ class _Pending(NamedTuple):
     scaler: GradScaler | None
     scaler_state: dict[str, Any]
     max_norm: float | None
-    value: tuple[bool, bool, tuple[tuple[int, float], ...]]
+    value: tuple[Any, ...]
     tickets: list[int]
     problem: Exception | None
+    step: Open | None
 
 
 class Stepper:
@@ -47,6 +51,8 @@ class Stepper:
     Attributes:
         loss_scale: the scale after the last step with a scaler.
         validator: of the last step that was validated later.
+        failed: the failures of a step that had ended without hearing the other ranks,
+            with this rank's own cause, once :meth:`validate` has heard of them.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -54,6 +60,7 @@ class Stepper:
         self._pending: _Pending | None = None
         self.loss_scale: float | None = None
         self.validator: PostValidator | None = None
+        self.failed: tuple[Answer, BaseException | None] | None = None
 
     @property
     def pending(self) -> bool:
@@ -89,6 +96,8 @@ class Stepper:
         decision = decide(
             parts.control, parts.replicas, problem is not None, found, sums
         )
+        if decision.stop and scaler is not None:
+            forget(scaler, optimizer)
         if problem is not None:
             raise problem
         if decision.stop:
@@ -98,7 +107,11 @@ class Stepper:
         return self._result(decision, scaler)
 
     def step_first(
-        self, optimizer: Optimizer, max_norm: float | None, scaler: GradScaler | None
+        self,
+        optimizer: Optimizer,
+        max_norm: float | None,
+        scaler: GradScaler | None,
+        step: Open | None,
     ) -> OptimResult:
         """Step as if nothing had to be clipped or skipped, and begin to ask.
 
@@ -106,24 +119,29 @@ class Stepper:
             optimizer: of this rank's parameters.
             max_norm: largest norm of all gradients, or None.
             scaler: that scaled the loss, or None.
+            step: the one before, if it has not heard the other ranks yet.
         """
         if self.validator is None or self.validator.optimizer is not optimizer:
             self.validator = PostValidator(optimizer)
         found, sums, problem = False, None, None
         state: dict[str, Any] = {}
+        failed = step is not None and step.failed
         try:
-            found, sums = self._measure(optimizer, max_norm, scaler)
-            self.validator.step(apply=not found)
-            if scaler is not None and scaler.is_enabled():
-                state = scaler.state_dict()
-                record(optimizer, scaler, skip=False)
-                scaler.update()
+            if not failed:
+                found, sums = self._measure(optimizer, max_norm, scaler)
+                self.validator.step(apply=not found)
+                if scaler is not None and scaler.is_enabled():
+                    state = scaler.state_dict()
+                    record(optimizer, scaler, skip=False)
+                    scaler.update()
         except Exception as error:
             problem = error
-        value = problem is not None, found, tuple(sums or ())
+        stop = failed or problem is not None
+        how = (None, False) if step is None else (step.report, step.held)
+        value = stop, found, tuple(sums or ()), *how
         tickets = self._parts.control.post(value)
         self._pending = _Pending(
-            self.validator, scaler, state, max_norm, value, tickets, problem
+            self.validator, scaler, state, max_norm, value, tickets, problem, step
         )
         return OptimResult(True, None)
 
@@ -131,7 +149,8 @@ class Stepper:
         """End the step that was taken first. Collective.
 
         Returns:
-            What became of it, and whether it was wrong and has been done again.
+            What became of it, and whether it was wrong: then it has been done again,
+            or ``failed`` says why there was nothing to do.
 
         Raises:
             Exception: the optimizer's own, if it failed here.
@@ -140,26 +159,48 @@ class Stepper:
         if self._pending is None:
             return None, False
         pending, self._pending = self._pending, None
-        validator, scaler, state, max_norm, value, tickets, problem = pending
-        values = self._parts.control.complete(value, tickets)
-        decision = judged(values, self._parts.replicas, max_norm is not None)
-        factor = factor_of(decision, max_norm)
-        if not (decision.stop or decision.skip or factor < 1):
-            validator.confirm()
-            return self._result(decision, scaler), False
-        if problem is not None and not validator.pending:
-            raise problem
-        with validator.taken_back():
-            if scaler is not None and state:
-                scaler.load_state_dict(state)
-                _unscaled(scaler, validator.optimizer)
-            if problem is not None:
-                raise problem
-            if decision.stop:
-                raise PeerFailedError("the optimizer of another rank failed")
+        values = self._parts.control.complete(pending.value, pending.tickets)
+        decision = judged(values, self._parts.replicas, pending.max_norm is not None)
+        factor = factor_of(decision, pending.max_norm)
+        if decision.stop:
+            self._stop(pending, values)
+            return None, True
+        if not decision.skip and factor == 1:
+            pending.validator.confirm()
+            return self._result(decision, pending.scaler), False
+        scaler, optimizer = pending.scaler, pending.validator.optimizer
+        with pending.validator.taken_back():
+            if scaler is not None and pending.scaler_state:
+                scaler.load_state_dict(pending.scaler_state)
+                _unscaled(scaler, optimizer)
             shrink(self._parts.gradients.parameters(), factor)
-            apply(validator.optimizer, scaler, decision.skip)
+            apply(optimizer, scaler, decision.skip)
         return self._result(decision, scaler), True
+
+    def _stop(self, pending: _Pending, values: list[Any]) -> None:
+        """Take a step back that must not be, since a rank failed in it or before it.
+
+        Raises:
+            Exception: the optimizer's own, if it failed here.
+            PeerFailedError: if it failed on another rank.
+        """
+        replicas = self._parts.replicas
+        answer = agreed([value[3:] for value in values], replicas, Verdict())
+        scaler, validator = pending.scaler, pending.validator
+        if validator.pending:
+            with validator.taken_back():
+                pass
+        if scaler is not None:
+            if pending.scaler_state:
+                scaler.load_state_dict(pending.scaler_state)
+            forget(scaler, validator.optimizer)
+        if answer.failures:
+            own = None if pending.step is None else pending.step.cause
+            self.failed = answer, own
+            return
+        if pending.problem is not None:
+            raise pending.problem
+        raise PeerFailedError("the optimizer of another rank failed")
 
     def _measure(
         self, optimizer: Optimizer, max_norm: float | None, scaler: GradScaler | None

@@ -162,8 +162,11 @@ def apply(optimizer: Optimizer, scaler: GradScaler | None, skip: bool) -> None:
             optimizer.step()
         return
     record(optimizer, scaler, skip)
-    scaler.step(optimizer)
-    scaler.update()
+    try:
+        scaler.step(optimizer)
+    finally:
+        # The scales of all ranks stay equal, also where one optimizer fails.
+        scaler.update()
 
 
 def record(optimizer: Optimizer, scaler: GradScaler, skip: bool) -> None:
@@ -181,6 +184,16 @@ def record(optimizer: Optimizer, scaler: GradScaler, skip: bool) -> None:
         found[scaler._scale.device] = torch.zeros((), device=scaler._scale.device)
     for value in found.values():
         value.fill_(float(skip))
+
+
+def forget(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Let a scaler unscale an optimizer's next gradients, though no step came of these.
+
+    Args:
+        scaler: the scaler.
+        optimizer: whose gradients it may have unscaled.
+    """
+    scaler._per_optimizer_states.pop(id(optimizer), None)
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[Any]:

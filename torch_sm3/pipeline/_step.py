@@ -35,6 +35,9 @@ class Machines:
         routes: source and target of values that skip stages.
         links: links to the other ranks, None if there are none.
         splits: of each stage of this rank, whether its backward runs in two parts.
+        weights: of each stage of this rank; in a trace their gradients are no
+            activations.
+        max_pending: messages of a link that may be under way.
     """
 
     def __init__(
@@ -44,6 +47,8 @@ class Machines:
         routes: Sequence[tuple[int, int]],
         links: Links | None,
         splits: Mapping[int, bool | str],
+        weights: Mapping[int, Sequence[torch.Tensor]] | None = None,
+        max_pending: int = 1,
     ) -> None:
         self.rank = rank
         self.last = len(placement) - 1
@@ -52,19 +57,22 @@ class Machines:
         self._routes = list(routes)
         self._transport = None if links is None else links.native
         self._splits = splits
-        self._made: dict[tuple[Action, ...], Any] = {}
+        self._weights = weights or {}
+        self._max_pending = max_pending
+        self._made: dict[tuple[bool, tuple[Action, ...]], Any] = {}
 
-    def of(self, row: Sequence[Action]) -> Any:
+    def of(self, row: Sequence[Action], trace: bool) -> Any:
         """Return the machine of a row.
 
         Args:
             row: actions of this rank.
+            trace: whether its runs are stamped.
         """
-        key = tuple(row)
+        key = trace, tuple(row)
         if key not in self._made:
             items = [
                 (op, stage, i, -1 if route is None else self._routes.index(route))
-                for op, stage, i, route, _ in key
+                for op, stage, i, route, _ in row
             ]
             made = _ops.pipeline_machine_class()(
                 self._placement,
@@ -76,6 +84,11 @@ class Machines:
             )
             for stage, split in self._splits.items():
                 made.set_split(stage, _SPLITS[split])
+            if trace:
+                pairs = [(s, x) for s, own in self._weights.items() for x in own]
+                made.trace(
+                    self._max_pending, [s for s, _ in pairs], [x for _, x in pairs]
+                )
             self._made[key] = made
         return self._made[key]
 
@@ -126,8 +139,7 @@ class StepRun:
             GroupLostError: if a rank of another group is gone.
         """
         row = list(row)
-        machine = self._machines.of(row)
-        machine.trace(self._trace)
+        machine = self._machines.of(row, self._trace)
         machine.begin(self._training, [])
         if self.failure is not None:
             machine.fail_before(pack(tuple(self.failure[0]), "")[0])
@@ -153,7 +165,7 @@ class StepRun:
         self._stamps = machine.stamps()
 
     def stamps(self) -> list[list[int]]:
-        """Return begin, ready and end of each action in ns, bytes kept, sends pending.
+        """Return of each action what :class:`._recorder.Stamps` holds, in its order.
 
         The clock is that of :func:`time.monotonic_ns`.
         """

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,9 @@ class PipelineRunner:
                 ask the other ranks in the warm-up of the next step, which begins anew
                 if that was wrong. Parameters, state and losses are the same as
                 without. ``.grad`` is None afterwards; :meth:`flush` ends it, before
-                parameters are read, for example.
+                parameters are read, for example. The next step does not wait for
+                the other ranks at its end either: if one fails there after the
+                losses are known, the call after it raises that on all ranks.
 
         Returns:
             Whether the step was applied, and the norm; with ``post_validate`` neither
@@ -298,7 +301,8 @@ class PipelineRunner:
 
         Returns:
             Busy, bubble, waiting and peak of every rank, measured and predicted side
-            by side; ``print`` shows a table. Equal on all ranks.
+            by side, and the bytes of the last snapshot for post-validation beside
+            those with Adam; ``print`` shows a table. Equal on all ranks.
 
         Raises:
             RuntimeError: if nothing was traced.
@@ -306,7 +310,8 @@ class PipelineRunner:
         """
         trace = self._session.trace(everywhere=True)
         assert trace is not None, "all ranks get it"
-        return report(trace, costs)
+        snapshots = self._session.snapshots()
+        return replace(report(trace, costs), snapshots=snapshots)
 
     def save_trace(self, path: str | Path, costs: Costs | None = None) -> None:
         r"""Write the latest steps as JSON for ui.perfetto.dev.

@@ -183,6 +183,14 @@ void Transport::Engine::close() {
     }
     was_lost = lost();
   }
+  if (!was_lost) {
+    // The others may be a moment behind, for example tell each other how the
+    // last step ended. That this rank leaves is no fault as long as it owes
+    // nothing.
+    Header header;
+    header.flags = kGoodbye;
+    tell_all(header, -1);
+  }
   // What was sent last may still be on its way: the answer of the hub, or the
   // alarm. After a loss the peer may be gone, so the wait is short.
   flush(was_lost ? 0.5 : 5.0);

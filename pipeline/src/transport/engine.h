@@ -97,6 +97,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
     std::deque<std::shared_ptr<Receipt>> asked;
     std::vector<at::Tensor> spare; // buffers for frames
     std::deque<Message> unasked;   // control messages that came first
+    bool left = false;             // the peer closed its links
     bool large =
         true; // the last message had a payload of its own, or is unknown
     std::condition_variable wake;
@@ -122,6 +123,11 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   // For callers. Those that take a lock hold mutex_ meanwhile.
   Outgoing& outgoing(int64_t peer, Channel channel);
   Incoming& incoming(int64_t peer, Channel channel);
+  Outcome await_room(
+      Outgoing& link,
+      Channel channel,
+      const Header& header,
+      double seconds);
   bool make_room(Lock& lock, Outgoing& link, size_t most, Time limit);
   bool wait_for(Lock& lock, const Work& work, Time limit);
   bool wait_once(Lock& lock, const Work& work, Time limit);
@@ -135,6 +141,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   Time limit_of(std::optional<Time>* since, double seconds) const;
   bool overdue(const std::optional<Time>& since) const;
   void fail_with(const Failure& failure, int64_t except = -1);
+  void tell_all(const Header& header, int64_t except);
   Failure timed_out(
       bool sends,
       Channel channel,
@@ -146,8 +153,8 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   }
 
   // Messages on the wire, by callers and threads.
-  void
-  post(Outgoing& link, Header header, const std::vector<at::Tensor>& tensors);
+  static Parcel wrap(Header header, const std::vector<at::Tensor>& tensors);
+  void post(Outgoing& link, Parcel parcel);
   void post_parcel(const Outgoing& link, Parcel& parcel);
   Work post_receive(const Incoming& link, const at::Tensor& bytes, int tag);
   bool open_frame(Incoming& link, Receipt& receipt);

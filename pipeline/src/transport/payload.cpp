@@ -18,11 +18,13 @@ bool can_travel(c10::ScalarType type) {
 } // namespace
 
 at::Tensor payload_bytes(const at::Tensor& tensor) {
+  // A tensor of one element counts as contiguous whatever its strides are, for
+  // example 0 after expand(), but only a stride of 1 may be seen as bytes.
   return tensor.detach()
       .resolve_conj()
       .resolve_neg()
       .contiguous()
-      .view({-1})
+      .as_strided({tensor.numel()}, {1})
       .view(c10::ScalarType::Byte);
 }
 

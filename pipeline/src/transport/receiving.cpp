@@ -26,6 +26,11 @@ Transport::Engine::receive(int64_t peer, Channel channel, Header expected) {
   try {
     if (channel == Channel::kControl) {
       match(link);
+      const bool never = link.left && !link.asked.empty();
+      lock.unlock();
+      if (never) {
+        fail_with(lost_peer(peer), peer);
+      }
       return ticket;
     }
     post_frames(link);

@@ -38,58 +38,77 @@ Outcome Transport::Engine::send(
     Header header,
     const std::vector<at::Tensor>& tensors,
     double seconds) {
-  Lock lock(mutex_);
-  Outgoing& link = outgoing(peer, channel);
   if (header.message_class != MessageClass::kPoison) {
     header.message_class = class_of(channel);
   }
-  header.step = step_;
-  header.flags = flags_;
-  bool posted = false;
+  Outgoing* link = nullptr;
+  {
+    const Lock lock(mutex_);
+    link = &outgoing(peer, channel);
+    header.step = step_;
+    header.flags = flags_;
+  }
   try {
-    const auto most = static_cast<size_t>(options_.max_pending - 1);
-    const Time limit = limit_of(&link.full_since, seconds);
-    const bool room = !lost() && make_room(lock, link, most, limit);
-    if (lost() || stopping_) {
-      return Outcome::kLost;
+    const Outcome room = await_room(*link, channel, header, seconds);
+    if (room != Outcome::kDone) {
+      return room;
     }
-    if (!room && !overdue(link.full_since)) {
-      return Outcome::kPending;
-    }
-    if (room) {
-      link.full_since.reset();
-      lock.unlock();
-      post(link, header, tensors);
-      posted = true;
-    }
-  } catch (const c10::TypeError&) {
-    throw; // the caller's tensors, not the link
-  } catch (const HeaderError& error) {
-    TORCH_CHECK_VALUE(false, error.what());
   } catch (const std::exception&) {
-    lock = Lock();
     fail_with(lost_peer(peer), peer);
     return Outcome::kLost;
   }
-  if (posted) {
+  // What fails here is the caller's message; what fails later is the link.
+  Parcel parcel = wrap(std::move(header), tensors);
+  try {
+    post(*link, std::move(parcel));
+  } catch (const std::exception&) {
+    fail_with(lost_peer(peer), peer);
+    return Outcome::kLost;
+  }
+  return Outcome::kDone;
+}
+
+// Waits until one more message of a link may be under way.
+Outcome Transport::Engine::await_room(
+    Outgoing& link,
+    Channel channel,
+    const Header& header,
+    double seconds) {
+  Lock lock(mutex_);
+  const auto most = static_cast<size_t>(options_.max_pending - 1);
+  const Time limit = limit_of(&link.full_since, seconds);
+  const bool room = !lost() && make_room(lock, link, most, limit);
+  if (lost() || stopping_) {
+    return Outcome::kLost;
+  }
+  if (room) {
+    link.full_since.reset();
     return Outcome::kDone;
   }
+  if (!overdue(link.full_since)) {
+    return Outcome::kPending;
+  }
   lock.unlock();
-  fail_with(timed_out(true, channel, header, peer));
+  fail_with(timed_out(true, channel, header, link.peer));
   return Outcome::kLost;
 }
 
-void Transport::Engine::post(
-    Outgoing& link,
-    Header header,
-    const std::vector<at::Tensor>& tensors) {
+// Puts a header and its tensors into the form in which they travel.
+Transport::Engine::Parcel
+Transport::Engine::wrap(Header header, const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) {
     header.tensors.push_back(meta_of(tensor));
   }
-  const size_t rest = encode(header).size() - kFrameBytes;
-  const bool small = rest + payload_size(tensors) <= kSmallPayload;
-  header.flags |= small ? kTogether : 0;
-  std::vector<uint8_t> bytes = encode(header);
+  std::vector<uint8_t> bytes;
+  bool small = false;
+  try {
+    const size_t rest = encode(header).size() - kFrameBytes;
+    small = rest + payload_size(tensors) <= kSmallPayload;
+    header.flags |= small ? kTogether : 0;
+    bytes = encode(header);
+  } catch (const HeaderError& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
   std::vector<at::Tensor> payload;
   for (const at::Tensor& tensor : tensors) {
     if (tensor.numel() > 0) {
@@ -111,6 +130,10 @@ void Transport::Engine::post(
     }
     parcel.tensors.insert(parcel.tensors.end(), payload.begin(), payload.end());
   }
+  return parcel;
+}
+
+void Transport::Engine::post(Outgoing& link, Parcel parcel) {
   const Lock posting(posting_);
   if (link.delay.count() == 0) {
     post_parcel(link, parcel);

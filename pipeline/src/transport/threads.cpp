@@ -122,7 +122,16 @@ void Transport::Engine::run_control(Incoming& link) {
       fail(message->header.structure, link.peer);
       continue;
     }
-    const Lock lock(mutex_);
+    Lock lock(mutex_);
+    if ((message->header.flags & kGoodbye) != 0) {
+      link.left = true;
+      const bool owes = !link.asked.empty();
+      lock.unlock();
+      if (owes) {
+        fail_with(lost_peer(link.peer), link.peer);
+      }
+      return;
+    }
     link.unasked.push_back(std::move(*message));
     match(link);
   }

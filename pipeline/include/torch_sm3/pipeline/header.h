@@ -42,6 +42,7 @@ enum HeaderFlags : uint8_t {
   kEvaluation = 1, ///< sent by `eval`, not by `step`
   kAlarm = 2,      ///< control: the links are lost, with the reason
   kTogether = 4,   ///< the rest and the payload are in the same transmission
+  kGoodbye = 8,    ///< control: the sender closes its links, in order
 };
 
 /// Type, shape and differentiability of one tensor of a message.
