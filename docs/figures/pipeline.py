@@ -81,9 +81,12 @@ def charts() -> dict[str, Chart]:
 
 
 def table() -> str:
-    """Return bubble and peak of every kind that trains a pipeline, as the simulator says."""
+    """Return bubble and peak of every kind that trains, as the simulator says."""
     cells = [f"p = {p}, m = {m}" for p, m in SIZES]
-    lines = ["| kind | v | " + " | ".join(cells) + " |", "|---" * (2 + len(SIZES)) + "|"]
+    lines = [
+        "| kind | v | " + " | ".join(cells) + " |",
+        "|---" * (2 + len(SIZES)) + "|",
+    ]
     for kind, chunks in CHUNKS.items():
         if kind in ("none", "forward"):
             continue

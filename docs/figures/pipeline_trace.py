@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trace a step of four sleeping ranks over Gloo and draw docs/figures/pipeline_trace.svg.
+"""Trace a step of four sleeping ranks over Gloo; draw docs/figures/pipeline_trace.svg.
 
 A stage sleeps 20 ms for each of F, I and W, stage 2 half as long again.
 """
@@ -47,18 +47,21 @@ class Sleeper(nn.Module):
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, 64))
+        self.weight = nn.Parameter(torch.eye(64))
         self.seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of input and weight."""
-        held = Pause.apply(self.weight, 0.0, self.seconds)
-        return torch.tanh(Pause.apply(x, self.seconds, self.seconds)) + held
+        """Return a linear layer's output; its weight waits for W by itself."""
+        weight = Pause.apply(self.weight, 0.0, self.seconds)
+        return nn.functional.linear(Pause.apply(x, self.seconds, self.seconds), weight)
 
 
 def step(rank: int, port: int, path: str) -> None:
     """Run some steps as one rank; rank 0 writes the trace of the last."""
     torch.set_num_threads(1)
+    import faulthandler
+
+    faulthandler.dump_traceback_later(14, exit=True)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     module = Sleeper(SECONDS * (FACTOR if rank == SLOW else 1))
@@ -67,7 +70,7 @@ def step(rank: int, port: int, path: str) -> None:
         plan("zb_h1", RANKS, MICROBATCHES),
         loss_fn=nn.functional.mse_loss,
         trace=True,
-        timeout=10,
+        timeout=30,
     )
     batch = torch.zeros(4 * MICROBATCHES, 64, requires_grad=True)
     for _ in range(STEPS):
