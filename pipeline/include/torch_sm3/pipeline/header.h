@@ -42,7 +42,8 @@ enum HeaderFlags : uint8_t {
   kEvaluation = 1, ///< sent by `eval`, not by `step`
   kAlarm = 2,      ///< control: the links are lost, with the reason
   kTogether = 4,   ///< the rest and the payload are in the same transmission
-  kGoodbye = 8,    ///< control: the sender closes its links, in order
+  kGoodbye = 16,   ///< control: the sender closes its links, in order
+  kReport = 32,    ///< control: a failure that the hub is to judge
 };
 
 /// Type, shape and differentiability of one tensor of a message.
