@@ -141,6 +141,11 @@ class Parts:
             self._forwards[microbatches] = row_of(forward.lower(), self.rank)
         return self._forwards[microbatches]
 
+    @property
+    def replica(self) -> int:
+        """Number of this replica among those of ``replicas``."""
+        return 0 if self.replicas is None else self.replicas.rank
+
     def close(self) -> None:
         """End the links and give the groups back."""
         for end in (self.links, self.replicas):

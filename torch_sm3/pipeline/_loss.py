@@ -87,6 +87,11 @@ class Losses:
         self.losses.append(loss.detach())
         return loss
 
+    @property
+    def complete(self) -> bool:
+        """Whether the losses of all microbatches are there."""
+        return len(self.losses) == self._count
+
     def gradient(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the step's loss with respect to a microbatch's."""
         weight = 1.0

@@ -87,10 +87,12 @@ class StepWork:
     Attributes:
         feed: inputs and targets.
         losses: of the last stage.
+        after_loss: called after each loss, or None.
     """
 
     feed: Feed
     losses: Losses
+    after_loss: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -119,7 +121,10 @@ class StepWork:
             output = own.module(*before, *picked, **skips, **named)
             if stage != self._last:
                 return output
-            return self.losses.finish(output, self.feed.target(microbatch))
+            loss = self.losses.finish(output, self.feed.target(microbatch))
+        if self.after_loss is not None:
+            self.after_loss()
+        return loss
 
     def seed(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
         """Return the gradient at which the backward of a microbatch begins."""
@@ -139,10 +144,11 @@ class StepWork:
         self._gradients.collective(op, stage, number, failed)
 
     def callback(self, op: str, stage: int) -> None:
-        """Gather or free the parameters of a sharded stage."""
-        call = getattr(self._stages[stage].module, op.lower(), None)
-        if call is not None:
-            call()
+        """Gather or free the parameters of all sharded modules of a stage."""
+        for module in self._stages[stage].module.modules():
+            call = getattr(module, op.lower(), None)
+            if callable(call):
+                call()
 
     def validate(self) -> bool:
         """End the optimizer step before; return whether this step is to begin anew."""

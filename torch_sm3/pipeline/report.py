@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch_sm3.pipeline._actions import COMPUTE, OTHERS, is_message
@@ -49,6 +49,8 @@ class StepReport:
         stage_seconds: of each stage, its compute for one microbatch.
         largest_stage: the stage that takes most.
         hints: what could be done, in words.
+        snapshots: for each rank the bytes of its last snapshot for post-validation, and
+            what they would be with the state of Adam; empty without post-validation.
     """
 
     kind: str
@@ -59,6 +61,7 @@ class StepReport:
     stage_seconds: list[float]
     largest_stage: int
     hints: list[str]
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         r"""Return everything as numbers, strings, lists and dicts, for JSON."""
@@ -84,6 +87,10 @@ class StepReport:
             lines.append(f"{rank:<6}{cells}{memory}")
         largest = self.stage_seconds[self.largest_stage]
         lines.append(f"largest stage: {self.largest_stage}, {1e3 * largest:.2f} ms")
+        for rank, (bytes_, adam) in enumerate(self.snapshots):
+            lines.append(
+                f"snapshot of rank {rank}: {_bytes(bytes_)}, with Adam {_bytes(adam)}"
+            )
         return "\n".join(lines + [f"hint: {hint}" for hint in self.hints])
 
 
@@ -164,6 +171,9 @@ def report(trace: Trace, costs: Costs | None = None) -> StepReport:
             trace itself tells if None. Then what remains between measured and
             predicted is what the schedule cannot explain: other processes, Python,
             slow links.
+
+    Returns:
+        A :class:`StepReport`.
 
     Raises:
         ValueError: if the trace has no complete step.

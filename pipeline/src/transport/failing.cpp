@@ -33,32 +33,41 @@ void Transport::Engine::fail_with(const Failure& failure, int64_t except) {
 }
 
 void Transport::Engine::fail(const std::string& structure, int64_t except) {
-  std::vector<Outgoing*> alarms;
   {
     const Lock lock(mutex_);
     if (lost() || stopping_) {
       return; // the first failure stands
     }
     failure_ = structure;
-    for (const int64_t peer : control_peers()) {
-      if (peer != except) {
-        alarms.push_back(&outgoing(peer, Channel::kControl));
-      }
-    }
     for (const Waiting& waiting : waiting_) {
       abort_wait(waiting.work);
     }
     changed_.notify_all();
   }
-  for (Outgoing* link : alarms) {
-    Header header;
-    header.message_class = MessageClass::kControl;
-    header.flags = kAlarm;
-    header.structure = structure;
+  Header header;
+  header.flags = kAlarm;
+  header.structure = structure;
+  tell_all(header, except);
+}
+
+// Posts a control message, without a wait, to all who listen to this rank.
+void Transport::Engine::tell_all(const Header& header, int64_t except) {
+  std::vector<Outgoing*> links;
+  {
+    const Lock lock(mutex_);
+    for (const int64_t peer : control_peers()) {
+      if (peer != except && !incoming(peer, Channel::kControl).left) {
+        links.push_back(&outgoing(peer, Channel::kControl));
+      }
+    }
+  }
+  for (Outgoing* link : links) {
+    Header own = header;
+    own.message_class = MessageClass::kControl;
     try {
-      post(*link, std::move(header), {});
+      post(*link, wrap(*link, std::move(own), {}));
     } catch (const std::exception&) {
-      continue; // that peer is gone too and needs no alarm
+      continue; // that peer is gone and need not be told
     }
   }
 }
@@ -103,8 +112,8 @@ Failure Transport::Engine::broken_protocol(
   const Lock lock(mutex_);
   Failure failure{rank_, 0, 0, "", "ProtocolError", ""};
   std::string expected = "a message";
-  if (!link.asked.empty()) {
-    const Header& header = link.asked.front()->expected;
+  if (!link.queue.empty()) {
+    const Header& header = link.queue.front()->expected;
     failure.stage = header.target;
     failure.microbatch = header.microbatch;
     expected = describe(header);
