@@ -54,8 +54,12 @@ class _Between:
         if stage > self._own:
             return _loss_of(value)
         output = self._body(self._value if value is None else tuple(value))
-        if self._last and not isinstance(output, Tensor):
+        if not self._last:
+            return output
+        if not isinstance(output, Tensor):
             return None
+        # A step keeps each loss.
+        self._kept = output.detach().clone()
         return output
 
     def seed(self, microbatch: int, loss: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.memory_meter import memory_meter
+from helpers.pipeline_chain import squared
 from helpers.pipeline_ranks_stashed import (
     MODELS,
     ROWS,
@@ -169,8 +170,7 @@ def traced() -> tuple[Trace, int]:
         Stage(nn.Sequential(linear(), nn.Tanh()), 0),
         Stage(nn.Sequential(linear(), nn.Tanh(), linear()), 1),
     ]
-    loss_fn = nn.functional.mse_loss
-    runner = PipelineRunner(stages, SCHEDULE, loss_fn=loss_fn, trace=True)
+    runner = PipelineRunner(stages, SCHEDULE, loss_fn=squared, trace=True)
     for _ in range(2):
         runner.step(microbatches=items, targets=items)
     with memory_meter() as meter:
@@ -184,8 +184,8 @@ def traced() -> tuple[Trace, int]:
 def test_the_count_is_near_what_the_allocator_says() -> None:
     trace, allocated = traced()
     counted_peak = max(trace.steps[0][-1].peak)
-    # What operators make inside, the losses and the factors of their gradients.
-    assert counted_peak <= allocated <= counted_peak + UNIT
+    # The losses, the factors of their gradients, and what operators make inside.
+    assert counted_peak <= allocated <= counted_peak + UNIT / 8
     assert max(trace.steps[0][-1].live) <= counted_peak
 
 

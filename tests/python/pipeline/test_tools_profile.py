@@ -165,8 +165,8 @@ def test_the_loss_is_part_of_the_last_stage() -> None:
         loss_fn=nn.functional.mse_loss,
         repeats=1,
     )
-    # Its input, and the prediction that the loss keeps.
-    assert costs.activation_bytes[1] == 2 * BYTES
+    # Its input, the prediction that the loss keeps, and a copy of the loss.
+    assert costs.activation_bytes[1] == 2 * BYTES + 4
 
 
 def test_values_travel_as_in_a_runner() -> None:
