@@ -116,8 +116,9 @@ class Parts:
                 own, options.timeout, options.max_pending, hub, first, delay
             )
         splits = {index: stage.split for index, stage in self.stages.items()}
+        fused = [index for index, stage in self.stages.items() if stage.fused]
         self.machines = Machines(
-            self.rank, self.placement, self.routes, self.links, splits
+            self.rank, self.placement, self.routes, self.links, splits, fused
         )
         self.control = Control(self.links, self.rank, size, self.placement[-1])
         self.replicas: Collective | None = None

@@ -20,7 +20,7 @@ Packed = tuple[str, list[torch.Tensor]]
 # What no rank can go on after.
 LOST = (LinksLostError, GroupLostError)
 # How a run of the library stands when it returns; see pipeline/src/runtime/machine.h.
-_WAIT, _DONE, _LOST = 0, 2, 3
+_WAIT, _DONE, _LOST, _PAIR = 0, 2, 3, 4
 # Waits are cut into slices of this length, in seconds, so that Ctrl-C is served.
 _SLICE = 0.2
 _SPLITS: dict[bool | str, str] = {"auto": "auto", True: "always", False: "never"}
@@ -35,6 +35,7 @@ class Machines:
         routes: source and target of values that skip stages.
         links: links to the other ranks, None if there are none.
         splits: of each stage of this rank, whether its backward runs in two parts.
+        fused: stages of this rank that run a forward and a backward in one call.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Machines:
         routes: Sequence[tuple[int, int]],
         links: Links | None,
         splits: Mapping[int, bool | str],
+        fused: Iterable[int] = (),
     ) -> None:
         self.rank = rank
         self.last = len(placement) - 1
@@ -52,6 +54,7 @@ class Machines:
         self._routes = list(routes)
         self._transport = None if links is None else links.native
         self._splits = splits
+        self._fused = list(fused)
         self._made: dict[tuple[Action, ...], Any] = {}
 
     def of(self, row: Sequence[Action]) -> Any:
@@ -63,8 +66,8 @@ class Machines:
         key = tuple(row)
         if key not in self._made:
             items = [
-                (op, stage, i, -1 if route is None else self._routes.index(route))
-                for op, stage, i, route, _ in key
+                (op, stage, i, pair if route is None else self._routes.index(route) + 1)
+                for op, stage, i, route, pair in key
             ]
             made = _ops.pipeline_machine_class()(
                 self._placement,
@@ -76,6 +79,8 @@ class Machines:
             )
             for stage, split in self._splits.items():
                 made.set_split(stage, _SPLITS[split])
+            for stage in self._fused:
+                made.set_fused(stage)
             self._made[key] = made
         return self._made[key]
 
@@ -140,7 +145,8 @@ class StepRun:
                 if kind == _LOST:
                     raise LinksLostError
                 if kind not in (_WAIT, _DONE):
-                    answer = self._ask(machine, row[index], failed, values)
+                    beside = machine.overlap if kind == _PAIR else None
+                    answer = self._ask(machine, row[index], failed, values, beside)
                 del values
             except LOST:
                 raise
@@ -204,11 +210,16 @@ class StepRun:
     # --- user code ---------------------------------------------------------
 
     def _ask(
-        self, machine: Any, action: Action, failed: bool, values: list[Packed]
+        self,
+        machine: Any,
+        action: Action,
+        failed: bool,
+        values: list[Packed],
+        beside: Callable[[], None] | None,
     ) -> list[Packed]:
         op, stage, microbatch = action[:3]
         if op == "F":
-            return self._forward(stage, microbatch, values)
+            return self._forward(stage, microbatch, values, beside)
         if op in COLLECTIVES:
             self.work.collective(op, stage, microbatch, failed)
         elif op == "VALIDATE":
@@ -226,14 +237,18 @@ class StepRun:
         machine.abandon(pack(tuple(why), "")[0])
 
     def _forward(
-        self, stage: int, microbatch: int, values: list[Packed]
+        self,
+        stage: int,
+        microbatch: int,
+        values: list[Packed],
+        beside: Callable[[], None] | None,
     ) -> list[Packed]:
         value, skips = None, {}
         if stage > 0:
             value = unpack(*values[0])
             for structure, tensors in values[1:]:
                 skips.update(unpack(structure, tensors))
-        output = self.work.forward(stage, microbatch, value, skips)
+        output = self.work.forward(stage, microbatch, value, skips, beside)
         if stage != self._machines.last:
             return self._distribute(stage, output)
         if output is None:

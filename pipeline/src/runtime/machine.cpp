@@ -41,6 +41,7 @@ void Machine::forget() {
   request_.clear();
   results_.clear();
   graphs_.clear();
+  beside_.reset();
 }
 
 Request Machine::resume(std::vector<Packed> answer, double seconds) {
@@ -59,7 +60,11 @@ Request Machine::resume(std::vector<Packed> answer, double seconds) {
         break;
       case Progress::kAsk:
         asked_ = true;
-        return {Request::Kind::kUser, at_, failed(), std::move(request_)};
+        return {
+            beside_ ? Request::Kind::kPair : Request::Kind::kUser,
+            at_,
+            failed(),
+            std::move(request_)};
       case Progress::kWait:
         return {Request::Kind::kWait, at_, failed(), {}};
       case Progress::kLost:
@@ -74,8 +79,9 @@ void Machine::fail(const std::string& error_type, const std::string& message) {
       at_ < program_->row().size(),
       "PipelineRunner: expected an action that failed, but all are done");
   asked_ = false;
-  const auto index = static_cast<int64_t>(at_);
-  const Action now = action();
+  const auto index =
+      static_cast<int64_t>(at_) + (beside_ && beside_->running ? 1 : 0);
+  const Action now = program_->row()[static_cast<size_t>(index)];
   if (now.op >= Op::kReduceGrad) {
     finish(); // no communication of ours belongs to it
   }
@@ -131,6 +137,13 @@ void Machine::finish() {
     stamp.pending = transport_ == nullptr ? 0 : transport_->pending();
   }
   ++at_;
+  if (beside_) {
+    beside_.reset();
+    if (tracing_) {
+      stamps_[at_] = stamps_[at_ - 1]; // one call, one span
+    }
+    ++at_;
+  }
 }
 
 Header Machine::header(const Way& way, uint32_t microbatch) const {
@@ -146,7 +159,7 @@ Machine::Progress Machine::run(double seconds) {
     case Op::kIdle:
       return Progress::kNext;
     case Op::kForward:
-      return forward(seconds);
+      return is_pair() ? pair(seconds) : forward(seconds);
     case Op::kBackward:
     case Op::kBackwardInput:
       return backward(seconds);
@@ -207,7 +220,7 @@ Machine::Progress Machine::send(double seconds) {
       way.peer, way.channel, std::move(head), found->second.tensors, seconds);
   if (outcome == Outcome::kDone) {
     results_.erase(found);
-    left(way);
+    left(way, i);
     return Progress::kNext;
   }
   return outcome == Outcome::kLost ? Progress::kLost : Progress::kWait;
@@ -226,9 +239,12 @@ Machine::Progress Machine::send_poison(double seconds) {
 }
 
 // Waits until all that comes from other ranks for the action is here.
-Machine::Progress Machine::await(const std::vector<Way>& ways, double seconds) {
+Machine::Progress Machine::await(
+    const std::vector<Way>& ways,
+    uint32_t microbatch,
+    double seconds) {
   for (const Way& way : ways) {
-    const auto ticket = tickets_.find(key(way, action().microbatch));
+    const auto ticket = tickets_.find(key(way, microbatch));
     if (ticket == tickets_.end()) {
       continue;
     }
@@ -241,8 +257,9 @@ Machine::Progress Machine::await(const std::vector<Way>& ways, double seconds) {
 }
 
 // Takes a message that has arrived; nothing if it was poison.
-std::optional<Message> Machine::take_message(const Way& way) {
-  const auto ticket = tickets_.find(key(way, action().microbatch));
+std::optional<Message>
+Machine::take_message(const Way& way, uint32_t microbatch) {
+  const auto ticket = tickets_.find(key(way, microbatch));
   TORCH_INTERNAL_ASSERT(ticket != tickets_.end(), "a consumer before its RECV");
   Message message = transport_->take(ticket->second);
   tickets_.erase(ticket);
@@ -257,11 +274,12 @@ std::optional<Message> Machine::take_message(const Way& way) {
 }
 
 Machine::Progress Machine::drain(const std::vector<Way>& ways, double seconds) {
-  const Progress progress = await(ways, seconds);
+  const uint32_t i = action().microbatch;
+  const Progress progress = await(ways, i, seconds);
   if (progress == Progress::kNext) {
     for (const Way& way : ways) {
-      if (tickets_.count(key(way, action().microbatch)) > 0) {
-        take_message(way);
+      if (tickets_.count(key(way, i)) > 0) {
+        take_message(way, i);
       }
     }
   }

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -24,6 +25,9 @@ struct Request {
     kUser = 1, // user code of the action is due
     kDone = 2,
     kLost = 3, // the links are lost: see Transport::failure
+    // As kUser, of the forward of a pair that is one call: `overlap` runs the
+    // backward beside it.
+    kPair = 4,
   };
   Kind kind = Kind::kDone;
   size_t index = 0; // of the action in the row
@@ -60,6 +64,12 @@ class Machine {
     splits_[stage] = split;
   }
 
+  // Whether the forwards of a stage and the backwards paired with them are one
+  // call each.
+  void set_fused(uint16_t stage) {
+    fused_.insert(stage);
+  }
+
   // Begins a step, or an eval if not `training`; the transport must have begun.
   // `weights` are the factors of the microbatches' losses in the gradients, for
   // the rank of the last stage.
@@ -68,6 +78,10 @@ class Machine {
   // Goes on with the answer to the last request until there is another one;
   // waits for a message no longer than `seconds`.
   Request resume(std::vector<Packed> answer, double seconds);
+
+  // Runs the backward beside the forward of a kPair request, once and before
+  // its answer; what it needs is here.
+  void overlap();
 
   // Notes that the action at hand failed.
   void fail(const std::string& error_type, const std::string& message);
@@ -129,6 +143,13 @@ class Machine {
     at::Tensor seed; // of the last stage: where its backward starts
   };
 
+  // The backward beside the forward at hand.
+  struct Beside {
+    std::vector<Incoming> incoming;
+    bool running = false; // or it threw
+    bool done = false;
+  };
+
   static Key key(const Way& way, uint32_t microbatch) {
     return {way.channel, way.source, way.target, microbatch};
   }
@@ -137,6 +158,7 @@ class Machine {
   }
   Header header(const Way& way, uint32_t microbatch) const;
   void forget();
+  bool is_pair() const;
   void stamp_begin();
   void stamp_ready();
   void finish();
@@ -145,7 +167,9 @@ class Machine {
   Progress pass(double seconds);
   void take_answer(std::vector<Packed> answer);
   Progress forward(double seconds);
+  Progress pair(double seconds);
   Progress backward(double seconds);
+  void run_backward(Action which, const std::vector<Incoming>& incoming);
   Progress send(double seconds);
   Progress send_poison(double seconds);
   void receive();
@@ -154,17 +178,25 @@ class Machine {
       const std::vector<Way>& ways,
       double seconds,
       std::vector<Incoming>* values);
-  Progress await(const std::vector<Way>& ways, double seconds);
-  Incoming take_local(const Way& way);
-  std::optional<Message> take_message(const Way& way);
+  Progress
+  await(const std::vector<Way>& ways, uint32_t microbatch, double seconds);
+  void take(
+      const std::vector<Way>& ways,
+      uint32_t microbatch,
+      std::vector<Incoming>* values);
+  Incoming take_local(const Way& way, uint32_t microbatch);
+  std::optional<Message> take_message(const Way& way, uint32_t microbatch);
   void enter(std::vector<Incoming> incoming);
   void leave(const std::vector<Packed>& answer);
-  void left(const Way& way);
+  void left(const Way& way, uint32_t microbatch);
   std::vector<at::Tensor> output_gradients(
+      Action which,
       const std::vector<Incoming>& incoming,
       const Graph& graph) const;
-  void
-  keep_gradients(const std::vector<at::Tensor>& gradients, const Graph& graph);
+  void keep_gradients(
+      Action which,
+      const std::vector<at::Tensor>& gradients,
+      const Graph& graph);
 
   const std::shared_ptr<const RankProgram> program_;
   Transport* const transport_;
@@ -185,6 +217,8 @@ class Machine {
   // What backwards need.
   std::map<Cell, Graph> graphs_;
   std::map<uint16_t, Split> splits_;
+  std::set<uint16_t> fused_;
+  std::optional<Beside> beside_;
 };
 
 } // namespace torch_sm3::pipeline

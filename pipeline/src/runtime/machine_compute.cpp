@@ -9,8 +9,8 @@
 namespace torch_sm3::pipeline {
 
 // Takes what another stage of this rank made.
-Machine::Incoming Machine::take_local(const Way& way) {
-  const auto found = results_.find(key(way, action().microbatch));
+Machine::Incoming Machine::take_local(const Way& way, uint32_t microbatch) {
+  const auto found = results_.find(key(way, microbatch));
   TORCH_INTERNAL_ASSERT(
       found != results_.end(), "a consumer before its producer");
   Incoming incoming{std::move(found->second), {}};
@@ -24,25 +24,20 @@ Machine::Incoming Machine::take_local(const Way& way) {
       tensor = tensor.detach().clone();
     }
   }
-  left(way);
+  left(way, microbatch);
   return incoming;
 }
 
-// Waits for all that the action needs and takes it. If some of it is poison,
-// the action is to be looked at again, as one of a failed rank.
-Machine::Progress Machine::collect(
+// Takes all that came for an action, up to the first poison.
+void Machine::take(
     const std::vector<Way>& ways,
-    double seconds,
+    uint32_t microbatch,
     std::vector<Incoming>* values) {
-  if (const Progress progress = await(ways, seconds);
-      progress != Progress::kNext) {
-    return progress;
-  }
   for (const Way& way : ways) {
     if (way.local && !failed()) {
-      values->push_back(take_local(way));
+      values->push_back(take_local(way, microbatch));
     } else if (!way.local) {
-      if (std::optional<Message> message = take_message(way)) {
+      if (std::optional<Message> message = take_message(way, microbatch)) {
         Incoming incoming{
             {std::move(message->header.structure), std::move(message->tensors)},
             {}};
@@ -53,6 +48,19 @@ Machine::Progress Machine::collect(
       }
     }
   }
+}
+
+// Waits for all that the action needs and takes it. If some of it is poison,
+// the action is to be looked at again, as one of a failed rank.
+Machine::Progress Machine::collect(
+    const std::vector<Way>& ways,
+    double seconds,
+    std::vector<Incoming>* values) {
+  if (const Progress progress = await(ways, action().microbatch, seconds);
+      progress != Progress::kNext) {
+    return progress;
+  }
+  take(ways, action().microbatch, values);
   return failed() ? Progress::kAgain : Progress::kNext;
 }
 
@@ -65,6 +73,53 @@ Machine::Progress Machine::forward(double seconds) {
     enter(std::move(incoming));
   }
   return progress == Progress::kNext ? Progress::kAsk : progress;
+}
+
+// Whether the forward at hand and the backward beside it are to be one call. No
+// schedule that can run pairs a backward with a forward that it needs.
+bool Machine::is_pair() const {
+  const auto& row = program_->row();
+  return (action().flags & kPaired) != 0 && at_ + 1 < row.size() &&
+         fused_.count(action().stage) > 0 &&
+         gives_input_gradient(row[at_ + 1].op);
+}
+
+// As `forward`, once what the backward beside it needs is here as well.
+Machine::Progress Machine::pair(double seconds) {
+  const Action beside = program_->row()[at_ + 1];
+  static const std::vector<Way> none;
+  const auto& ways = program_->is_last(beside.stage)
+                         ? none
+                         : program_->ways(beside.stage).gradients_in;
+  Progress progress = await(ways, beside.microbatch, seconds);
+  std::vector<Incoming> incoming;
+  if (progress == Progress::kNext) {
+    progress =
+        collect(program_->ways(action().stage).values_in, seconds, &incoming);
+  }
+  if (progress != Progress::kNext) {
+    return progress;
+  }
+  std::vector<Incoming> gradients;
+  take(ways, beside.microbatch, &gradients);
+  if (failed()) {
+    return Progress::kAgain;
+  }
+  stamp_ready();
+  enter(std::move(incoming));
+  beside_.emplace(Beside{std::move(gradients)});
+  return Progress::kAsk;
+}
+
+void Machine::overlap() {
+  TORCH_CHECK(
+      beside_ && !beside_->running && !beside_->done,
+      "PipelineRunner: expected one call of backward in a stage that runs a "
+      "forward beside it, but got another");
+  beside_->running = true;
+  run_backward(program_->row()[at_ + 1], beside_->incoming);
+  beside_->running = false;
+  beside_->done = true;
 }
 
 // Prepares what came in as the values of the request.
@@ -101,6 +156,11 @@ void Machine::take_answer(std::vector<Packed> answer) {
   if (now.op != Op::kForward || failed()) {
     return;
   }
+  TORCH_CHECK(
+      !beside_ || beside_->done,
+      "PipelineRunner: expected stage ",
+      now.stage,
+      " to call backward once beside its forward, but got no call");
   const bool last = program_->is_last(now.stage);
   const auto& ways = program_->ways(now.stage).values_out;
   TORCH_CHECK(
@@ -143,8 +203,8 @@ void Machine::leave(const std::vector<Packed>& answer) {
 
 // A value has gone one of its ways. After the last one its memory is freed: the
 // backward needs the graph only.
-void Machine::left(const Way& way) {
-  const auto found = graphs_.find({way.source, action().microbatch});
+void Machine::left(const Way& way, uint32_t microbatch) {
+  const auto found = graphs_.find({way.source, microbatch});
   if (way.source > way.target || found == graphs_.end() ||
       --found->second.unsent > 0) {
     return;
@@ -155,11 +215,11 @@ void Machine::left(const Way& way) {
 
 // The gradients of a stage's outputs, undefined where none arrived.
 std::vector<at::Tensor> Machine::output_gradients(
+    Action which,
     const std::vector<Incoming>& incoming,
     const Graph& graph) const {
   std::vector<at::Tensor> gradients;
-  const Action now = action();
-  if (program_->is_last(now.stage)) {
+  if (program_->is_last(which.stage)) {
     return graph.seed.defined() ? std::vector<at::Tensor>{graph.seed}
                                 : std::vector<at::Tensor>();
   }
@@ -178,7 +238,7 @@ std::vector<at::Tensor> Machine::output_gradients(
   TORCH_CHECK(
       fits,
       "PipelineRunner: expected a gradient or None for each output of stage ",
-      now.stage,
+      which.stage,
       ", but got others");
   return gradients;
 }
@@ -194,29 +254,37 @@ Machine::Progress Machine::backward(double seconds) {
     return progress;
   }
   stamp_ready();
-  const auto found = graphs_.find({now.stage, now.microbatch});
+  run_backward(now, incoming);
+  return Progress::kNext;
+}
+
+void Machine::run_backward(
+    Action which,
+    const std::vector<Incoming>& incoming) {
+  const auto found = graphs_.find({which.stage, which.microbatch});
   TORCH_INTERNAL_ASSERT(found != graphs_.end(), "a backward before its F");
   Graph& graph = found->second;
-  const std::vector<at::Tensor> gradients = output_gradients(incoming, graph);
-  if (now.op == Op::kBackward) {
-    keep_gradients(graph.backward.full(gradients), graph);
+  const std::vector<at::Tensor> gradients =
+      output_gradients(which, incoming, graph);
+  if (which.op == Op::kBackward) {
+    keep_gradients(which, graph.backward.full(gradients), graph);
     graphs_.erase(found);
   } else {
-    const auto split = splits_.find(now.stage);
+    const auto split = splits_.find(which.stage);
     keep_gradients(
+        which,
         graph.backward.input(
             gradients, split == splits_.end() ? Split::kAuto : split->second),
         graph);
   }
-  return Progress::kNext;
 }
 
 // Keeps the gradients of a stage's inputs for the stages that made these.
 void Machine::keep_gradients(
+    Action which,
     const std::vector<at::Tensor>& gradients,
     const Graph& graph) {
-  const Action now = action();
-  const auto& ways = program_->ways(now.stage).gradients_out;
+  const auto& ways = program_->ways(which.stage).gradients_out;
   auto next = gradients.begin();
   for (size_t k = 0; k < ways.size(); ++k) {
     Packed packed{"[", {}};
@@ -227,7 +295,7 @@ void Machine::keep_gradients(
       }
     }
     packed.structure += ']';
-    results_[key(ways[k], now.microbatch)] = std::move(packed);
+    results_[key(ways[k], which.microbatch)] = std::move(packed);
   }
 }
 
