@@ -46,7 +46,12 @@ class _Between:
         self._last = last
 
     def forward(
-        self, stage: int, microbatch: int, value: Any, skips: dict[str, Any]
+        self,
+        stage: int,
+        microbatch: int,
+        value: Any,
+        skips: dict[str, Any],
+        beside: Callable[[], None] | None,
     ) -> Any:
         """Give the value, call the stage, or make a loss of what it returned."""
         if stage < self._own:
@@ -61,6 +66,10 @@ class _Between:
         # A step keeps each loss.
         self._kept = output.detach().clone()
         return output
+
+    def weights(self) -> list[float]:
+        """Return nothing: :meth:`seed` gives each loss's gradient."""
+        return []
 
     def seed(self, microbatch: int, loss: Tensor) -> Tensor:
         """Return one."""
