@@ -148,11 +148,11 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   // of ours ever does: it is ended from outside, and the connections stay.
   static constexpr std::chrono::milliseconds kForever =
       std::chrono::hours(24 * 3650);
-  // Frames of a link that may arrive before they are asked for: more than a
-  // rank runs ahead of its neighbour in most schedules, and 2 MiB at most.
-  static constexpr size_t kAhead = 32;
-  // How many of them become possible at a time, so that no action pays for all.
-  static constexpr size_t kAtOnce = 4;
+  // Frames of a link that may arrive before they are asked for: 1 MiB at most.
+  static constexpr size_t kAhead = 16;
+  // When fewer than these are left it is time for more, all at once: the sender
+  // hears of each, and to hear of several together disturbs it once.
+  static constexpr size_t kFew = 8;
   // How often waits are looked at. A caller with signals to serve waits in
   // slices of this order.
   static constexpr std::chrono::milliseconds kTick{50};
