@@ -82,6 +82,11 @@ class Gradients:
         elif op == "REDUCE_GRAD" and self._reducer is not None:
             self._reducer.start(stage, failed)
 
+    def agree(self) -> None:
+        """Learn from the other replicas whether there is anything to wait for."""
+        if self._reducer is not None:
+            self._reducer.agree()
+
     def wait(self) -> None:
         """Wait for the reductions; their results become the gradients."""
         if self._reducer is not None:

@@ -213,6 +213,7 @@ class Session(Updates):
         if self._tracing.of(evaluation):
             self._tracing.add(self._calls, own, run)
         if not evaluation:
+            gradients.agree()
             run.attempt(self._failure("REDUCE_GRAD", None), len(row), gradients.wait)
         if bulletin is not None and (early := bulletin.answer()) is not None:
             self._open = Open(run.report(), held, run.failed, run.cause)
