@@ -27,9 +27,9 @@ inline std::chrono::nanoseconds in_seconds(double value) {
 // The caller's own thread posts and waits wherever it can, because handing a
 // message from thread to thread costs more than a small message takes. Threads
 // exist for what must go on while the caller computes: one listens to the
-// control messages of each control peer, one per link posts the payload of
-// messages that are too large for one transmission, one wakes callers whose
-// wait has lasted long enough, and one posts what a slow link holds back.
+// control messages of each control peer, one per link receives large payloads
+// that nothing foretold, one wakes callers whose wait has lasted long enough,
+// and one posts what a slow link holds back.
 // Threads hold a shared pointer, so one that cannot be stopped never outlives
 // what it uses.
 class Transport::Engine : public std::enable_shared_from_this<Engine> {
