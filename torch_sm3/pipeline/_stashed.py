@@ -68,7 +68,7 @@ class _Between:
         return output
 
     def weights(self) -> list[float]:
-        """Return nothing: :meth:`seed` gives each loss's gradient."""
+        """Leave the gradients of the losses to :meth:`seed`."""
         return []
 
     def seed(self, microbatch: int, loss: Tensor) -> Tensor:
