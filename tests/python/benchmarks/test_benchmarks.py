@@ -98,3 +98,11 @@ def test_messages_and_steps_of_a_pipeline_are_timed(tmp_path: Path) -> None:
     assert len(found["figures"]) == 2
     found = run("pipeline_overhead.py", tmp_path / "f.json")
     assert all(figure["value"] > 0.5 for figure in found["figures"])
+
+
+def test_fault_drills_end_as_asked(tmp_path: Path) -> None:
+    found = run("pipeline_faults.py", tmp_path / "f.json", "--check")
+    assert {drill["fault"] for drill in found["drills"]} == {
+        "raise", "exit", "kill", "stop",
+    }  # fmt: skip
+    assert not any(drill["wrong"] for drill in found["drills"])
