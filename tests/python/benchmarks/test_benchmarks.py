@@ -106,3 +106,11 @@ def test_slow_links_and_early_steps_of_a_pipeline_are_measured(tmp_path: Path) -
     found = run("pipeline_validate.py", tmp_path / "f.json")
     assert len(found["seconds"]["zb_h2"]["later"][0]) == 4
     assert all(figure["value"] > 0 for figure in found["figures"])
+
+
+def test_fault_drills_end_as_asked(tmp_path: Path) -> None:
+    found = run("pipeline_faults.py", tmp_path / "f.json", "--check")
+    assert {drill["fault"] for drill in found["drills"]} == {
+        "raise", "exit", "kill", "stop",
+    }  # fmt: skip
+    assert not any(drill["wrong"] for drill in found["drills"])
