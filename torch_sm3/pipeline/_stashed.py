@@ -115,7 +115,8 @@ def untouched(module: torch.nn.Module) -> Iterator[None]:
     for held in hooks:
         held.clear()
     for x in parameters:
-        x.grad = None
+        # As after an earlier microbatch: what is there is not made anew.
+        x.grad = torch.zeros_like(x) if x.requires_grad else None
     try:
         yield
     finally:

@@ -156,6 +156,10 @@ void Machine::watch_loss(const std::vector<Packed>& answer) {
       ledger_->drop(cell(), tensor);
     }
   }
+  const auto graph = graphs_.find(cell());
+  if (graph != graphs_.end() && graph->second.seed.defined()) {
+    ledger_->drop(cell(), graph->second.seed);
+  }
 }
 
 void Machine::watch_used(const Way& way) {
