@@ -12,7 +12,17 @@ _MARK = "ScheduleError: "
 
 
 class ScheduleError(ValueError):
-    r"""Say that a schedule cannot be read or cannot run."""
+    r"""Say that a schedule cannot be read or cannot run, or that none fits.
+
+    Example::
+
+        >>> from torch_sm3.pipeline import Schedule, ScheduleError
+        >>> try:
+        ...     Schedule.parse("schedule 2")
+        ... except ScheduleError as error:
+        ...     print(type(error).__mro__[1].__name__)
+        ValueError
+    """
 
 
 def checked(call: Callable[[], T]) -> T:

@@ -4,18 +4,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <chrono>
-
 namespace torch_sm3::pipeline {
-namespace {
-
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
-} // namespace
 
 Machine::Machine(
     std::shared_ptr<const RankProgram> program,
@@ -34,13 +23,27 @@ void Machine::begin(bool training, std::vector<double> weights) {
   poison_.reset();
   tickets_.clear();
   forget();
-  stamps_.assign(tracing_ ? program_->row().size() : 0, {});
+  announce();
+  stamps_.assign(ledger_ ? program_->row().size() : 0, {});
+}
+
+// Announces all messages of the row, so that none waits for its RECV to leave
+// its sender: a failed rank sends and takes as many as another.
+void Machine::announce() {
+  for (const Action one : program_->row()) {
+    if (one.op == Op::kRecvForward || one.op == Op::kRecvBackward) {
+      const Way& way = program_->way(one);
+      tickets_[key(way, one.microbatch)] = transport_->expect(
+          way.peer, way.channel, header(way, one.microbatch));
+    }
+  }
 }
 
 void Machine::forget() {
   request_.clear();
   results_.clear();
   graphs_.clear();
+  forget_watched();
 }
 
 Request Machine::resume(std::vector<Packed> answer, double seconds) {
@@ -50,7 +53,7 @@ Request Machine::resume(std::vector<Packed> answer, double seconds) {
     finish();
   }
   while (at_ < program_->row().size()) {
-    stamp_begin();
+    watch_begin();
     switch (failed() ? pass(seconds) : run(seconds)) {
       case Progress::kNext:
         finish();
@@ -105,31 +108,9 @@ void Machine::abandon(Failure why) {
   forget();
 }
 
-void Machine::stamp_begin() {
-  if (tracing_ && stamps_[at_].begin == 0) {
-    stamps_[at_].begin = now_ns();
-  }
-}
-
-void Machine::stamp_ready() {
-  if (tracing_) {
-    stamps_[at_].ready = now_ns();
-  }
-}
-
 // Goes on to the next action.
 void Machine::finish() {
-  if (tracing_) {
-    Stamp& stamp = stamps_[at_];
-    stamp.end = now_ns();
-    stamp.ready = stamp.ready == 0 ? stamp.begin : stamp.ready;
-    for (const auto& result : results_) {
-      for (const at::Tensor& tensor : result.second.tensors) {
-        stamp.kept += static_cast<int64_t>(tensor.nbytes());
-      }
-    }
-    stamp.pending = transport_ == nullptr ? 0 : transport_->pending();
-  }
+  watch_end();
   ++at_;
 }
 
@@ -153,6 +134,7 @@ Machine::Progress Machine::run(double seconds) {
     case Op::kBackwardWeight: {
       const auto found = graphs_.find({action().stage, action().microbatch});
       TORCH_INTERNAL_ASSERT(found != graphs_.end(), "W without its I");
+      watch_ready({});
       found->second.backward.weight();
       graphs_.erase(found);
       return Progress::kNext;
@@ -191,9 +173,8 @@ Machine::Progress Machine::pass(double seconds) {
 
 void Machine::receive() {
   const Way& way = program_->way(action());
-  const uint32_t i = action().microbatch;
-  tickets_[key(way, i)] =
-      transport_->receive(way.peer, way.channel, header(way, i));
+  transport_->ask(tickets_.at(key(way, action().microbatch)));
+  watch_asked(way);
 }
 
 Machine::Progress Machine::send(double seconds) {
@@ -208,6 +189,7 @@ Machine::Progress Machine::send(double seconds) {
   if (outcome == Outcome::kDone) {
     results_.erase(found);
     left(way);
+    watch_sent(way);
     return Progress::kNext;
   }
   return outcome == Outcome::kLost ? Progress::kLost : Progress::kWait;
@@ -247,6 +229,7 @@ std::optional<Message> Machine::take_message(const Way& way) {
   Message message = transport_->take(ticket->second);
   tickets_.erase(ticket);
   if (message.header.message_class != MessageClass::kPoison) {
+    watch_arrived(way, message.tensors);
     return message;
   }
   if (!failed()) {

@@ -25,6 +25,7 @@ Machine::Incoming Machine::take_local(const Way& way) {
     }
   }
   left(way);
+  watch_used(way);
   return incoming;
 }
 
@@ -61,7 +62,7 @@ Machine::Progress Machine::forward(double seconds) {
   const Progress progress =
       collect(program_->ways(action().stage).values_in, seconds, &incoming);
   if (progress == Progress::kNext) {
-    stamp_ready();
+    watch_ready(incoming);
     enter(std::move(incoming));
   }
   return progress == Progress::kNext ? Progress::kAsk : progress;
@@ -115,7 +116,11 @@ void Machine::take_answer(std::vector<Packed> answer) {
   if (training_) {
     leave(answer);
   }
+  if (last) {
+    watch_loss(answer);
+  }
   for (size_t i = 0; i < ways.size(); ++i) {
+    watch_made(ways[i], answer[i].tensors);
     results_[key(ways[i], now.microbatch)] = std::move(answer[i]);
   }
 }
@@ -193,7 +198,7 @@ Machine::Progress Machine::backward(double seconds) {
   if (progress != Progress::kNext) {
     return progress;
   }
-  stamp_ready();
+  watch_ready(incoming);
   const auto found = graphs_.find({now.stage, now.microbatch});
   TORCH_INTERNAL_ASSERT(found != graphs_.end(), "a backward before its F");
   Graph& graph = found->second;
@@ -207,6 +212,7 @@ Machine::Progress Machine::backward(double seconds) {
         graph.backward.input(
             gradients, split == splits_.end() ? Split::kAuto : split->second),
         graph);
+    watch_gradients();
   }
   return Progress::kNext;
 }
@@ -227,6 +233,7 @@ void Machine::keep_gradients(
       }
     }
     packed.structure += ']';
+    watch_made(ways[k], packed.tensors);
     results_[key(ways[k], now.microbatch)] = std::move(packed);
   }
 }

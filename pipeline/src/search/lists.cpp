@@ -130,7 +130,9 @@ class Lists {
         const double weight = policy_.weights[action.stage];
         const StageCosts& of = costs_.of(action.stage);
         const double part =
-            of.activation_bytes > 0 ? of.released_at_input / weight : 0;
+            of.activation_bytes > 0
+                ? std::max(0.0, of.released_at_input) / of.activation_bytes
+                : 0;
         held += action.op == Op::kForward         ? weight
                 : action.op == Op::kBackward      ? -weight
                 : action.op == Op::kBackwardInput ? -weight * part

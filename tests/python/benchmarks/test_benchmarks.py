@@ -118,3 +118,11 @@ def test_no_named_plan_beats_a_search(tmp_path: Path) -> None:
     figures = {figure["name"]: figure for figure in found["figures"]}
     name = "makespan over the best named kind that fits, largest"
     assert figures[name]["holds"] and figures["searches compared"]["value"] > 20
+
+
+def test_slow_links_and_early_steps_of_a_pipeline_are_measured(tmp_path: Path) -> None:
+    measured, on_paper = run("pipeline_overlap.py", tmp_path / "f.json")["figures"]
+    assert measured["value"] > 1 and on_paper["holds"]
+    found = run("pipeline_validate.py", tmp_path / "f.json")
+    assert len(found["seconds"]["zb_h2"]["later"][0]) == 4
+    assert all(figure["value"] > 0 for figure in found["figures"])
