@@ -53,4 +53,9 @@ def test_any_other_call_hears_the_other_ranks(pools: Pools, call: str) -> None:
 
 
 def test_losses_of_any_reduction_are_the_same(pools: Pools) -> None:
-    assert pools(2).run(late.tokens_and_quiet) == [[]] * 2
+    assert pools(2).run(late.reductions) == [[]] * 2
+
+
+def test_tokens_of_replicas_are_counted_early(pools: Pools) -> None:
+    # 8 tokens in one replica and 9 in the other.
+    assert pools(4).run(late.replicated_tokens) == [[]] * 4
