@@ -29,6 +29,13 @@ class Chart:
     r"""Hold a Gantt chart; a notebook shows it.
 
     Made by :func:`plot`.
+
+    Example::
+
+        >>> from torch_sm3.pipeline import plan, plot
+        >>> chart = plot(plan("gpipe", ranks=2, microbatches=2), width=400)
+        >>> chart.svg().startswith("<?xml"), chart.png()[1:4]
+        (True, b'PNG')
     """
 
     def __init__(self, layout: Gantt) -> None:
@@ -46,6 +53,9 @@ class Chart:
 
         Args:
             scale: pixels of the file per pixel of the chart.
+
+        Returns:
+            The bytes of the file.
         """
         canvas = PNG(self._layout.width, self._layout.height, scale)
         self._layout.draw(canvas)

@@ -171,6 +171,9 @@ def report(trace: Trace, costs: Costs | None = None) -> StepReport:
             predicted is what the schedule cannot explain: other processes, Python,
             slow links.
 
+    Returns:
+        A :class:`StepReport`.
+
     Raises:
         ValueError: if the trace has no complete step.
     """
