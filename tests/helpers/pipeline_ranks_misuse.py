@@ -213,9 +213,18 @@ def fully_sharded(rank: int, ranks: int) -> list[str]:
         )
         items, targets = data[place.replica]
         runner.step(torch.cat(items), target=torch.cat(targets))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        norm = runner.optimizer_step(optimizer, max_norm=1e9).grad_norm
         runner.close()
         for twin, (xs, ys) in zip(twins, data, strict=True):
             accumulate(twin, xs, ys, [1 / m] * m)
+        first, second = (nn.ModuleList(twin).parameters() for twin in twins)
+        means = [
+            (one.grad + two.grad) / 2 for one, two in zip(first, second, strict=True)
+        ]
+        wanted = torch.cat([mean.flatten() for mean in means]).norm()
+        if norm is None or abs(norm - float(wanted)) > 1e-5:
+            wrong.append(f"norm {norm} for {float(wanted)}")
         a, b = (twin[place.stage] for twin in twins)
         pairs = zip(a.parameters(), b.parameters(), strict=True)
         for (name, p), (one, two) in zip(module.named_parameters(), pairs, strict=True):

@@ -158,13 +158,25 @@ def no_norm(rank: int, ranks: int) -> list[Any]:
     return [result.applied, all(torch.equal(a, b) for a, b in pairs)]
 
 
-def failing_optimizer(rank: int, ranks: int, clip: bool) -> tuple[str, bool]:
-    """Let the optimizer of rank 1 raise; the next step works."""
+def failing_optimizer(
+    rank: int, ranks: int, clip: bool, scaled: bool, later: bool
+) -> tuple[str, bool, float]:
+    """Let the optimizer of rank 1 raise; the next steps work."""
     mine = chain(ranks)
     optimizer = torch.optim.SGD(mine[rank].parameters(), lr=0.1)
     runner = runner_of(mine, plan("1f1b", ranks, 2), rank)
+    scaler = torch.amp.GradScaler("cpu", 64.0, growth_interval=2) if scaled else None
     items, targets = batches([2] * 2)
-    runner.step(torch.cat(items), target=torch.cat(targets))
+    norm = 1.0 if clip else None
+
+    def train() -> Any:
+        runner.zero_grad()
+        runner.step(torch.cat(items), target=torch.cat(targets), scaler=scaler)
+        result = runner.optimizer_step(
+            optimizer, max_norm=norm, scaler=scaler, post_validate=later
+        )
+        return runner.flush() if later else result
+
     handle = None
     if rank == 1:
 
@@ -172,16 +184,14 @@ def failing_optimizer(rank: int, ranks: int, clip: bool) -> tuple[str, bool]:
             raise LookupError("no step")
 
         handle = optimizer.register_step_pre_hook(fail)
-    norm = 1.0 if clip else None
     try:
-        runner.optimizer_step(optimizer, max_norm=norm)
+        train()
         text = "nothing"
     except PipelineError as error:
         text = str(error)
         assert isinstance(error.__cause__, LookupError) == (rank == 1)
     if handle is not None:
         handle.remove()
-    again = runner.optimizer_step(optimizer, max_norm=norm)
-    runner.step(torch.cat(items), target=torch.cat(targets))
+    applied = all(train().applied for _ in range(3))
     runner.close()
-    return text, again.applied
+    return text, applied, 0.0 if scaler is None else scaler.get_scale()
