@@ -184,6 +184,32 @@ def ended_by(rank: int, ranks: int, call: str) -> tuple[str, str, bool]:
     return text, f"{steps} more steps", gone
 
 
+def wrong_arguments(rank: int, ranks: int, kind: str, where: int) -> tuple[str, bool]:
+    """Give one rank wrong data while an optimizer step is pending; then go on."""
+    runs = []
+    text = "nothing"
+    for later in (False, True):
+        mine = chain(ranks)
+        optimizer = torch.optim.SGD(mine[rank].parameters(), lr=0.1)
+        runner = runner_of(mine, plan(kind, ranks, M), rank)
+        losses = []
+        for step in range(4):
+            x, y = _data(step)
+            if later and step == 2:
+                try:
+                    wrong = x[:1] if rank == where else x, y[:1] if rank == where else y
+                    runner.step(wrong[0], target=wrong[1])
+                except ValueError as error:
+                    text = str(error)
+            losses.append(runner.step(x, target=y).loss.item())
+            runner.optimizer_step(optimizer, max_norm=0.1, post_validate=later)
+            runner.zero_grad()
+        runner.flush()
+        runner.close()
+        runs.append((losses, [p.tolist() for p in mine[rank].parameters()]))
+    return text, runs[0] == runs[1]
+
+
 def does_not_wait(rank: int, ranks: int, kind: str) -> list[float]:
     """Let one rank's last backward of a step wait until another has left that step.
 
