@@ -70,7 +70,6 @@ def step(rank: int, port: int, path: str) -> None:
         plan("zb_h1", RANKS, MICROBATCHES),
         loss_fn=nn.functional.mse_loss,
         trace=True,
-        timeout=30,
     )
     batch = torch.zeros(4 * MICROBATCHES, 64, requires_grad=True)
     for _ in range(STEPS):
