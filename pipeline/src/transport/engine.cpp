@@ -74,7 +74,8 @@ void Transport::Engine::begin(uint64_t step, bool evaluation) {
   flags_ = evaluation ? kEvaluation : 0;
 }
 
-// Ends the waits of callers that have lasted long enough.
+// Ends the waits of callers that have lasted long enough, and doubt about why
+// the links are lost.
 void Transport::Engine::watch() {
   Lock lock(mutex_);
   while (!stopping_) {
@@ -84,6 +85,7 @@ void Transport::Engine::watch() {
         abort_wait(waiting.work);
       }
     }
+    give_verdict(lock);
   }
 }
 

@@ -52,8 +52,8 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   Message take(int64_t ticket);
   int64_t pending() const;
   bool flush(double seconds);
-  void fail(const std::string& structure, int64_t except);
-  std::string failure() const;
+  void fail(const std::string& structure);
+  std::string failure();
   void close();
 
  private:
@@ -143,6 +143,13 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
     Time limit;
   };
   using Key = std::pair<int64_t, Channel>;
+  // What a rank takes for the failure.
+  struct Report {
+    int64_t rank = 0;
+    int64_t awaited = -1; // the silent rank, if that is the failure
+    int64_t gone = -1;    // the rank that ended, if that is the failure
+    std::string structure;
+  };
 
   // Gloo closes all connections of a group when one wait times out, so no wait
   // of ours ever does: it is ended from outside, and the connections stay.
@@ -156,6 +163,10 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   // How often waits are looked at. A caller with signals to serve waits in
   // slices of this order.
   static constexpr std::chrono::milliseconds kTick{50};
+  // How long the hub waits for more reports.
+  static constexpr std::chrono::milliseconds kCollect{250};
+  // How long, or for the time of a message, a rank waits for the hub's verdict.
+  static constexpr std::chrono::seconds kGrace{5};
 
   // For callers. Those that take a lock hold mutex_ meanwhile.
   Outgoing& outgoing(int64_t peer, Channel channel);
@@ -181,6 +192,14 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   Time limit_of(std::optional<Time>* since, double seconds) const;
   bool overdue(const std::optional<Time>& since) const;
   void fail_with(const Failure& failure, int64_t except = -1);
+  void consider(Report report);
+  void propose(const Report& report);
+  void settle(const std::string& structure, int64_t except);
+  void give_verdict(Lock& lock);
+  std::string verdict() const;
+  std::string verdict_of_hub() const;
+  std::string silence_of_hub() const;
+  void lose();
   void tell_all(const Header& header, int64_t except);
   Failure timed_out(
       bool sends,
@@ -189,7 +208,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
       int64_t peer) const;
   std::vector<int64_t> control_peers() const;
   bool lost() const {
-    return !failure_.empty();
+    return lost_;
   }
 
   // Messages on the wire, by callers and threads.
@@ -229,7 +248,11 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   uint8_t flags_ = 0;
   int stuck_ = 0; // callers whose wait lasts
   bool stopping_ = false;
-  std::string failure_;
+  bool lost_ = false;
+  std::string failure_;            // what all ranks agree on
+  std::vector<Report> reports_;    // for the hub
+  bool hub_gone_ = false;          // for the others
+  std::optional<Time> verdict_at_; // if the links are lost and it is open why
   int64_t next_ticket_ = 0;
   std::map<int64_t, std::shared_ptr<Receipt>> receipts_;
   std::map<Key, std::unique_ptr<Outgoing>> outgoing_;

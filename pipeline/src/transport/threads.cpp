@@ -94,14 +94,21 @@ void Transport::Engine::run_control(Incoming& link) {
       return;
     }
     Message message = std::move(*receipt.message);
-    if ((message.header.flags & kAlarm) != 0) {
-      fail(message.header.structure, link.peer);
+    const Header& header = message.header;
+    if ((header.flags & kAlarm) != 0) {
+      settle(header.structure, link.peer);
+      continue;
+    }
+    if ((header.flags & kReport) != 0) {
+      const auto awaited = static_cast<int64_t>(header.microbatch) - 1;
+      consider({link.peer, awaited, -1, header.structure});
       continue;
     }
     Lock lock(mutex_);
-    if ((message.header.flags & kGoodbye) != 0) {
+    if ((header.flags & kGoodbye) != 0) {
       link.left = true;
-      const bool owes = !link.queue.empty();
+      const bool owes =
+          !link.queue.empty() || (verdict_at_ && link.peer == options_.hub);
       lock.unlock();
       if (owes) {
         fail_with(lost_peer(link.peer), link.peer);

@@ -81,7 +81,7 @@ bool Transport::flush(double seconds) {
 }
 
 void Transport::fail(const std::string& structure) {
-  engine_->fail(structure, -1);
+  engine_->fail(structure);
 }
 
 std::string Transport::failure() const {

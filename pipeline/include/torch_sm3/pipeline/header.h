@@ -45,6 +45,7 @@ enum HeaderFlags : uint8_t {
   kTogether = 4,   ///< the rest and the payload are in the same transmission
   kOffered = 8,    ///< the payload goes where the message before foretold it
   kGoodbye = 16,   ///< control: the sender closes its links, in order
+  kReport = 32,    ///< control: a failure that the hub is to judge
 };
 
 /// Type, shape and differentiability of one tensor of a message.

@@ -31,6 +31,7 @@ struct Failure {
   std::string action;
   std::string error_type;
   std::string message;
+  int64_t awaited = -1; ///< rank that was silent; other ranks are not told
 };
 
 /// Writes a failure in the form in which values travel in headers.
@@ -74,8 +75,10 @@ enum class Outcome : int64_t {
 ///
 /// Each rank listens for control messages of the hub, the hub for those of all.
 /// When a peer ends, falls silent or sends what was not asked for, the links
-/// are lost, once and for all: the alarm reaches every rank over the hub, and
-/// every wait on every rank ends at once.
+/// are lost, once and for all: the hub decides what all ranks call the failure,
+/// and every wait on every rank ends. If the hub itself does not answer, that
+/// is the failure. A rank that closes its links says so, which is no failure
+/// unless something was still to come from it.
 class TORCH_SM3_API Transport {
  public:
   /// Starts listening.
@@ -156,12 +159,13 @@ class TORCH_SM3_API Transport {
   /// \return whether it has
   bool flush(double seconds);
 
-  /// Declares the links lost and tells every rank.
+  /// Declares the links lost; see `failure` for what all ranks agree on.
   ///
   /// \param structure the failure, see structure_of
   void fail(const std::string& structure);
 
   /// Why the links are lost: the structure of a Failure, empty if they are not.
+  /// Waits until the ranks agree, a few seconds at most.
   std::string failure() const;
 
   /// Stops all threads and lets the group go. Idempotent.
