@@ -24,8 +24,8 @@ struct Run {
 };
 using Runs = std::map<Step, Run>;
 
-// All steps at one unit per action, three per B, by trying until nothing
-// changes.
+// All steps at one unit per action, three per B of a rank with chunks, by
+// trying until nothing changes.
 inline Runs runs_of(const RandomSchedule& made) {
   const Schedule& s = made.schedule;
   Runs runs;
@@ -49,7 +49,7 @@ inline Runs runs_of(const RandomSchedule& made) {
         }
         clock = start;
         for (const Action a : cell) {
-          clock += a.op == Op::kBackward ? 3 : 1;
+          clock += a.op == Op::kBackward && s.stages > s.ranks ? 3 : 1;
           if (is_compute(a.op)) {
             Run& known = runs[{a.op, a.stage, a.microbatch}];
             changed = changed || known != Run{start, clock};

@@ -210,13 +210,11 @@ class Schedule:
         r"""Add the messages and collectives that a compute-only schedule lacks.
 
         Each SEND stands right after its producer, each RECV before the first action
-        that starts, if B took three units of time and all else one, when or after the
-        message is sent. REDUCE_GRAD follows the last weight gradient of its stage, or
-        the TIE_REDUCE that it waits for; OPTIM is last. What is there already stays as
-        it is; a schedule that lacks nothing is returned itself.
-
-        Returns:
-            The lowered schedule; of a lowered schedule an equal one.
+        that starts, if all took one unit of time but B three where ranks have several
+        stages, when or after the message is sent. REDUCE_GRAD follows the last weight
+        gradient of its stage, or the TIE_REDUCE that it waits for; OPTIM is last. What
+        is there already stays as it is; a schedule that lacks nothing is returned
+        itself.
 
         Raises:
             ScheduleError: if the order cannot run, with the actions at which the

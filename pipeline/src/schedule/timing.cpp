@@ -108,7 +108,7 @@ void Timing::run(uint32_t rank) {
     }
     uint32_t clock = start;
     for (size_t i = first; i < end; ++i) {
-      clock += units(row[i].op);
+      clock += units(schedule_, row[i].op);
       finish(row[i], clock);
       starts.push_back(start);
     }

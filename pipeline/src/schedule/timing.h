@@ -18,14 +18,17 @@ namespace torch_sm3::pipeline {
 /// With B as long as F, RECVs of interleaved plans whose groups are longer than
 /// p come so late that a sender with one pending send waits for them: at p = 8
 /// up to 2 % of a step if B takes 2 F, 12 % if it takes 5 F. Three is the least
-/// with which nobody waits in the plans for p in {2, 3, 4, 5, 8} from B = F / 5
-/// to 5 F; their peaks are the same or lower. Links that take long can still
-/// make such a sender wait, up to 7 % of a step at a latency of F; two pending
-/// sends, the runner's default, help.
+/// with which nobody waits in the plans of several chunks for p in {2, 3, 4, 5,
+/// 8} from B = F / 5 to 5 F; their peaks are the same or lower. With one chunk
+/// nobody waits at one, and at more 1F1B with a long warm-up does. Links that
+/// take long can still make a sender of such an interleaved plan wait, up to 7
+/// % of a step at a latency of F; two pending sends, the runner's default, cure
+/// nearly all of it.
 ///
-/// \param op its operation
-constexpr uint32_t units(Op op) {
-  return op == Op::kBackward ? 3 : 1;
+/// \param schedule the schedule
+/// \param op       the operation
+inline uint32_t units(const Schedule& schedule, Op op) {
+  return op == Op::kBackward && schedule.stages > schedule.ranks ? 3 : 1;
 }
 
 class Timing {

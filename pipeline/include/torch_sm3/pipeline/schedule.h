@@ -108,8 +108,9 @@ struct Schedule {
   /// time linear in the number of actions.
   ///
   /// A SEND stands right after its producer. A RECV stands before the first
-  /// action of its rank that starts, if B took three units of time and all else
-  /// one, when or after the message is sent; its consumer never starts earlier.
+  /// action of its rank that starts, if all took one unit of time but B three
+  /// where ranks have several stages, when or after the message is sent; its
+  /// consumer never starts earlier.
   /// In one gap RECVs stand before SENDs. Stages on one rank exchange no
   /// message, and a result that no action makes or uses is not sent.
   ///
