@@ -113,6 +113,7 @@ TEST(Header, ComesBackAsItWasWritten) {
   for (int i = 0; i < 5000; ++i) {
     const Header header = random_header(&random);
     const std::vector<uint8_t> bytes = encode(header);
+    EXPECT_EQ(bytes.size(), encoded_bytes(header));
     ASSERT_GE(bytes.size(), kFrameBytes);
     EXPECT_EQ(second_frame_bytes(bytes.data()), bytes.size() - kFrameBytes);
     EXPECT_EQ(decode_fixed(bytes.data()).step, header.step);
