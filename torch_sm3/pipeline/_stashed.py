@@ -46,7 +46,12 @@ class _Between:
         self._last = last
 
     def forward(
-        self, stage: int, microbatch: int, value: Any, skips: dict[str, Any]
+        self,
+        stage: int,
+        microbatch: int,
+        value: Any,
+        skips: dict[str, Any],
+        beside: Callable[[], None] | None,
     ) -> Any:
         """Give the value, call the stage, or make a loss of what it returned."""
         if stage < self._own:
@@ -61,6 +66,10 @@ class _Between:
         # A step keeps each loss.
         self._kept = output.detach().clone()
         return output
+
+    def weights(self) -> list[float]:
+        """Leave the gradients of the losses to :meth:`seed`."""
+        return []
 
     def seed(self, microbatch: int, loss: Tensor) -> Tensor:
         """Return one."""
@@ -106,7 +115,8 @@ def untouched(module: torch.nn.Module) -> Iterator[None]:
     for held in hooks:
         held.clear()
     for x in parameters:
-        x.grad = None
+        # As after an earlier microbatch: what is there is not made anew.
+        x.grad = torch.zeros_like(x) if x.requires_grad else None
     try:
         yield
     finally:

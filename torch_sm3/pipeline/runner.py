@@ -324,6 +324,7 @@ class PipelineRunner(Records):
     def close(self) -> None:
         r"""End the links and give the process groups back. Idempotent.
 
-        An optimizer step that was not validated yet stands; call :meth:`flush` before.
+        An optimizer step that was not validated yet stands, and nobody hears of a
+        failure that was still to be raised; call :meth:`flush` before.
         """
         self._session.close()
