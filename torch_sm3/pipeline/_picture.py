@@ -48,7 +48,8 @@ def arrows_of(
             origin = left.get(message_key(row[index]))
             if origin is not None:
                 found.append(Arrow(*origin, lanes[rank], used[rank][target]))
-    return found
+    # In an order of their own: where a RECV stands in its gap is not shown.
+    return sorted(found)
 
 
 def picture(
