@@ -7,6 +7,7 @@ stages together, and keeps one unit of activations of it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from torch_sm3.pipeline import Chart, Costs, Schedule, kinds, plan, plot, simulate
@@ -65,17 +66,18 @@ def charts() -> dict[str, Chart]:
         found[name] = chart(schedule, slow, messages=True)
     whole = even(1)
     best = plan("auto", RANKS, MICROBATCHES, costs=whole, memory_limit=LIMIT)
-    found["auto"] = chart(best, best.costs or whole, memory=True)
+    # Without bytes the strips count microbatches.
+    times = replace(best.costs or whole, activation_bytes=0)
+    found["auto"] = chart(best, times, memory=True)
     for kind in ("1f1b", "zb_h2", "v_min"):
         schedule = plan(kind, RANKS, MICROBATCHES, chunks=CHUNKS[kind])
         found[f"memory_{kind}"] = plot(
             schedule,
-            # Named without bytes, so that the strips count microbatches.
             costs=Costs(*3 * [1.0 / CHUNKS[kind]]),
             width=1000,
             memory=True,
         )
-    two = plan("1f1b", RANKS, MICROBATCHES, split=2)
+    two = plan("1f1b", RANKS, MICROBATCHES, split=2, via="direct")
     found["split"] = chart(two, whole, messages=True)
     return found
 

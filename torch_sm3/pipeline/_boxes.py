@@ -6,15 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from torch_sm3.pipeline._actions import COMPUTE, OTHERS, consumers, message_key
-from torch_sm3.pipeline._memory import Memory, thinned
+from torch_sm3.pipeline._actions import COMPUTE, OTHERS
+from torch_sm3.pipeline._memory import Memory
 from torch_sm3.pipeline.schedule import Action, Schedule
 
 #: Time that an action spends waiting for a message.
 WAIT = "WAIT"
 PHASES = ("warm-up", "steady", "cool-down")
-#: Boxes that a lane may have, and all lanes together.
-LANE_LIMIT, TOTAL_LIMIT = 2_000, 60_000
 
 Times = tuple[float, float]
 
@@ -155,34 +153,6 @@ def lane(
     return Lane(label, boxes, phases(boxes), busy)
 
 
-def arrows_of(
-    actions: Sequence[Sequence[Action]],
-    sent: Sequence[Sequence[float]],
-    used: Sequence[Sequence[float]],
-    lanes: Sequence[int],
-) -> list[Arrow]:
-    """Return the messages of a lowered schedule.
-
-    Args:
-        actions: of each rank.
-        sent: when each action of each rank sent what it sends.
-        used: when each action of each rank used what it got.
-        lanes: the lane of each rank.
-    """
-    left: dict[object, tuple[int, float]] = {}
-    for rank, row in enumerate(actions):
-        for index, action in enumerate(row):
-            if action.op.startswith("SEND"):
-                left[message_key(action)] = lanes[rank], sent[rank][index]
-    found = []
-    for rank, row in enumerate(actions):
-        for index, target in consumers(row).items():
-            origin = left.get(message_key(row[index]))
-            if origin is not None:
-                found.append(Arrow(*origin, lanes[rank], used[rank][target]))
-    return found
-
-
 def chunks_of(schedule: Schedule) -> dict[int, int]:
     """Return the place of each stage among those of its rank."""
     seen: dict[int, int] = {}
@@ -191,72 +161,6 @@ def chunks_of(schedule: Schedule) -> dict[int, int]:
         found[stage] = seen.get(rank, 0)
         seen[rank] = found[stage] + 1
     return found
-
-
-def picture(
-    schedule: Schedule, timeline: Sequence[Sequence[Times]], title: str, unit: str
-) -> Picture:
-    """Return the chart of a schedule that ran on paper.
-
-    Args:
-        schedule: a lowered schedule.
-        timeline: start and end of each of its actions.
-        title: the headline.
-        unit: of the times.
-    """
-    actions = [schedule.actions(rank) for rank in range(schedule.ranks)]
-    chunk_of = chunks_of(schedule)
-    lanes = [
-        lane(f"rank {rank}", row, spans, chunk_of)
-        for rank, (row, spans) in enumerate(zip(actions, timeline, strict=True))
-    ]
-    starts = [[start for start, _ in spans] for spans in timeline]
-    end = max((end for spans in timeline for _, end in spans), default=0.0)
-    places = range(len(lanes))
-    return Picture(
-        title,
-        lanes,
-        arrows_of(actions, starts, starts, places),
-        end,
-        unit,
-        max(chunk_of.values(), default=0) + 1,
-    )
-
-
-def merged(lane: Lane, limit: int, end: float) -> Lane:
-    """Return a lane of at most ``limit`` boxes.
-
-    Its time is cut into equal columns. In each, the share of every kind of work is a
-    part of the height, so that idle time stays visible as what is missing.
-
-    Args:
-        lane: any lane.
-        limit: the most boxes.
-        end: end of the time axis.
-    """
-    if len(lane.boxes) <= limit:
-        return lane
-    kinds = sorted({box.kind for box in lane.boxes}, key=_order)
-    columns = max(1, limit // len(kinds))
-    width = end / columns
-    share = [dict.fromkeys(kinds, 0.0) for _ in range(columns)]
-    for box in lane.boxes:
-        height = box.high - box.low
-        column = min(int(box.start / width), columns - 1)
-        while column < columns and column * width < box.end:
-            inside = min(box.end, (column + 1) * width) - max(box.start, column * width)
-            share[column][box.kind] += max(0.0, inside) * height / width
-            column += 1
-    boxes = []
-    for column, parts in enumerate(share):
-        low = 0.0
-        for kind, part in parts.items():
-            if part > 0:
-                high = min(1.0, low + part)
-                start = column * width
-                boxes.append(Box(start, start + width, kind, low=low, high=high))
-                low = high
-    return lane._replace(boxes=boxes, merged=True)
 
 
 def gaps(lane: Lane, end: float) -> list[Times]:
@@ -278,25 +182,11 @@ def gaps(lane: Lane, end: float) -> list[Times]:
     return found
 
 
-def _limited(lane: Lane, limit: int, end: float) -> Lane:
-    lane = merged(lane, limit, end)
-    if lane.memory is None:
-        return lane
-    return lane._replace(memory=thinned(lane.memory, limit, end))
-
-
-def _order(kind: str) -> int:
+def order_of(kind: str) -> int:
+    """Return the place of a kind in the legend."""
     return (*COMPUTE, *OTHERS, WAIT).index(kind)
 
 
 def kinds_of(lanes: Iterable[Lane]) -> list[str]:
     """Return the kinds that occur, in the order of the legend."""
-    return sorted({box.kind for lane in lanes for box in lane.boxes}, key=_order)
-
-
-def within_limits(chart: Picture) -> Picture:
-    """Merge the boxes of lanes that have too many of them, and drop their arrows."""
-    limit = min(LANE_LIMIT, max(64, TOTAL_LIMIT // max(1, len(chart.lanes))))
-    lanes = [_limited(lane, limit, chart.end) for lane in chart.lanes]
-    dense = any(lane.merged for lane in lanes)
-    return chart._replace(lanes=lanes, arrows=[] if dense else chart.arrows)
+    return sorted({box.kind for lane in lanes for box in lane.boxes}, key=order_of)

@@ -6,17 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_sm3.pipeline._boxes import (
-    Lane,
-    Picture,
-    arrows_of,
-    chunks_of,
-    lane,
-    picture,
-    within_limits,
-)
+from torch_sm3.pipeline._boxes import Lane, Picture, chunks_of, lane
 from torch_sm3.pipeline._gantt import Gantt
 from torch_sm3.pipeline._memory import Memory, levels_of, memories
+from torch_sm3.pipeline._picture import arrows_of, picture, within_limits
 from torch_sm3.pipeline._png import PNG
 from torch_sm3.pipeline._svg import SVG
 from torch_sm3.pipeline.costs import Costs

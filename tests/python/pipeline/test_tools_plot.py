@@ -13,10 +13,11 @@ from helpers.pipeline_charts import SVG_NAME, elements, place
 from helpers.pipeline_traces import synthetic
 
 from torch_sm3.pipeline import Costs, Schedule, plan, plot, simulate, verify
-from torch_sm3.pipeline._boxes import Box, Lane, merged, phases
+from torch_sm3.pipeline._boxes import Box, Lane, phases
 from torch_sm3.pipeline._canvas import Color, is_dark
 from torch_sm3.pipeline._gantt import COLORS, ticks, tone
 from torch_sm3.pipeline._memory import levels_of, thinned
+from torch_sm3.pipeline._picture import merged
 
 KINDS = [
     ("gpipe", 3, 5, None),
@@ -252,6 +253,8 @@ def test_a_merged_lane_is_hatched_below_its_boxes() -> None:
     svg = plot(plan("1f1b", 2, 1_500)).svg()
     lanes = [place(x) for x in elements(svg, "lane")]
     assert [place(x) for x in elements(svg, "bubble")] == lanes
+    # Thousands of arrows would hide what they connect.
+    assert plot(plan("1f1b", 2, 1_500), messages=True).svg() == svg
 
 
 def strips(svg: str) -> list[list[tuple[float, float, float]]]:
