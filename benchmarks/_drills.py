@@ -54,9 +54,9 @@ class Outcome(NamedTuple):
     """What a rank saw.
 
     Attributes:
-        error: rank, stage, microbatch, action, type and message.
+        error: rank, stage, microbatch, action, type, message and replica.
         when: time at which it was raised.
-        clean: whether no gradient was left.
+        clean: whether no gradient of a step that failed was left.
         again: whether the next step raised, where the runner is of no use any more,
             and where a process or a message was lost, the same.
         sound: whether the next step had the bits of an undisturbed run.
@@ -342,6 +342,7 @@ def fields(error: PipelineError) -> tuple[Any, ...]:
         error.action,
         error.error_type,
         error.message,
+        error.replica,
     )
 
 
@@ -360,7 +361,9 @@ def perform(place: Place, drill: Drill) -> Outcome:
     before = bench.sound()
     error = bench.disturbed()
     when = time.monotonic()
-    clean = all(p.grad is None for p in bench.module.parameters())
+    # The gradients of an optimizer that failed are those of a good step.
+    stepped = drill.phase == "optim" and drill.fault == "raise"
+    clean = stepped or all(p.grad is None for p in bench.module.parameters())
     if drill.fault == "raise":
         again = True
         if drill.phase == "hook":

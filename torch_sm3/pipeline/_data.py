@@ -55,6 +55,8 @@ class Needs(NamedTuple):
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return [value]
     found: list[torch.Tensor] = []
     map_tensors(value, found.append)
     return found
@@ -114,6 +116,8 @@ def cut(value: Any, parts: int, dim: int, argument: str) -> list[Any]:
             argument,
         )
     lengths = [size // parts + (i < size % parts) for i in range(parts)]
+    if isinstance(value, torch.Tensor):
+        return list(torch.split_with_sizes(value, lengths, dim))
     pieces = [iter(tensor.split(lengths, dim)) for tensor in tensors_of(value)]
 
     def part() -> Any:
@@ -189,10 +193,9 @@ class Feed:
             self._iterator = iter(given.iterator) if needs else None
             return
         if needs.items:
-            self._items = self._listed(given.microbatches, "microbatches") or [
-                item[0] if len(item) == 1 else item
-                for item in cut(given.inputs, count, dim, "inputs")
-            ]
+            whole = given.inputs[0] if self._single else given.inputs
+            listed = self._listed(given.microbatches, "microbatches")
+            self._items = listed or cut(whole, count, dim, "inputs")
         if needs.target:
             self.targets = self._listed(given.targets, "targets")
             if self.targets is None and given.target is not None:

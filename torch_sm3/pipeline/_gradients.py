@@ -92,13 +92,17 @@ class Gradients:
         if self._reducer is not None:
             self._reducer.finish(keep=True)
 
-    @torch.no_grad()
     def finish(self, total: float | None) -> None:
         """Divide, and add the gradients of earlier steps.
 
         Args:
             total: what to divide by, None for nothing; 0 makes zeros.
         """
+        if total is not None or self._held:
+            self._finish(total)
+
+    @torch.no_grad()
+    def _finish(self, total: float | None) -> None:
         if total is not None:
             for parameter in self.parameters():
                 if parameter.grad is not None:

@@ -107,7 +107,7 @@ class Session(Updates):
                 parts.gradients,
                 scaler,
                 self._seeds(evaluation),
-                lambda: self._validate(work),
+                self._validate,
             )
             try:
                 if problem is not None:
@@ -246,9 +246,12 @@ class Session(Updates):
     def _result(self, answer: Answer, losses: Losses, evaluation: bool) -> StepResult:
         known = answer.verdict
         counted = self._options.loss_reduction == "tokens" and answer.total is not None
+        loss, each = known.loss, known.losses
+        if not evaluation:
+            loss, each = guarded(loss, each)
         return StepResult(
-            known.loss if evaluation else guarded(known.loss),
-            known.losses if evaluation else guarded(known.losses),
+            loss,
+            each,
             losses.outputs,
             int(answer.total or 0) if counted else None,
             known.metrics,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ class Machines:
         self._weights = weights or {}
         self._max_pending = max_pending
         self._made: dict[tuple[bool, tuple[Action, ...]], Any] = {}
+        # The row that ran last; it need not be compared with those of before.
+        self._latest: tuple[bool, Sequence[Action], Any] | None = None
 
     def of(self, row: Sequence[Action], trace: bool) -> Any:
         """Return the machine of a row.
@@ -68,6 +70,10 @@ class Machines:
             row: actions of this rank.
             trace: whether its runs are stamped.
         """
+        if self._latest is not None:
+            traced, known, machine = self._latest
+            if known is row and traced == trace:
+                return machine
         key = trace, tuple(row)
         if key not in self._made:
             items = [
@@ -90,6 +96,7 @@ class Machines:
                     self._max_pending, [s for s, _ in pairs], [x for _, x in pairs]
                 )
             self._made[key] = made
+        self._latest = trace, row, self._made[key]
         return self._made[key]
 
 
@@ -122,13 +129,14 @@ class StepRun:
         self._trace = trace
         self._stamps: list[list[int]] = []
         self._poisoned = False
+        self._weighted = False
 
     def fail(self, failure: Failure, index: int, cause: BaseException) -> None:
         """Note that this rank failed; what follows is only communication."""
         self.failure = failure, index
         self.cause = cause
 
-    def run(self, row: Iterable[Action]) -> None:
+    def run(self, row: Sequence[Action]) -> None:
         """Do all actions in order.
 
         Args:
@@ -138,16 +146,19 @@ class StepRun:
             LinksLostError: if a peer is gone; then the links are of no use any more.
             GroupLostError: if a rank of another group is gone.
         """
-        row = list(row)
         machine = self._machines.of(row, self._trace)
-        machine.begin(self._training, [])
+        # A rank that is to send poison only may have no losses.
+        weights = self.work.weights() if self.failure is None else []
+        self._weighted = bool(weights)
+        machine.begin(self._training, weights)
         if self.failure is not None:
             machine.fail_before(pack(tuple(self.failure[0]), "")[0])
         answer: list[Packed] = []
         kind = _WAIT
+        resume = machine.resume
         while kind != _DONE:
             try:
-                kind, index, failed, values = machine.resume(answer, _SLICE)
+                kind, index, failed, values = resume(answer, _SLICE)
                 answer = []
                 if kind == _LOST:
                     raise LinksLostError
@@ -162,7 +173,7 @@ class StepRun:
                 self._note(machine, error)
                 answer = []
         self._poisoned = machine.failed()
-        self._stamps = machine.stamps()
+        self._stamps = machine.stamps() if self._trace else []
 
     def stamps(self) -> list[list[int]]:
         """Return of each action what :class:`._recorder.Stamps` holds, in its order.
@@ -251,7 +262,7 @@ class StepRun:
         if output is None:
             return [("N", [])]
         loss = ("t", [output])
-        if not self._training:
+        if not self._training or self._weighted:
             return [loss]
         return [loss, ("t", [self.work.seed(microbatch, output)])]
 

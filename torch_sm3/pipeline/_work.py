@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch_sm3.pipeline.stage import Stage
 
 COLLECTIVES = ("REDUCE_GRAD", "TIE_REDUCE")
 CALLBACKS = ("UNSHARD", "RESHARD")
+_AS_IT_IS = nullcontext()
 
 
 class Work(Protocol):
@@ -40,6 +41,9 @@ class Work(Protocol):
         Returns:
             Its output, on the last stage the loss or None.
         """
+
+    def weights(self) -> list[float]:
+        """Return the gradient of each microbatch's loss; empty: ask :meth:`seed`."""
 
     def seed(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
         """Return the gradient at which the backward of a microbatch begins."""
@@ -82,7 +86,7 @@ class StepWork:
         gradients: ties and reductions.
         scaler: scales the loss, or None.
         seeds: for a deterministic run, or None.
-        validate: ends the optimizer step before.
+        validate: ends the optimizer step before; called with this.
 
     Attributes:
         feed: inputs and targets.
@@ -101,7 +105,7 @@ class StepWork:
         gradients: Gradients,
         scaler: torch.amp.GradScaler | None,
         seeds: Seeds | None,
-        validate: Callable[[], bool],
+        validate: Callable[[StepWork], bool],
     ) -> None:
         self._stages = stages
         self._last = last
@@ -125,6 +129,10 @@ class StepWork:
         if self.after_loss is not None:
             self.after_loss()
         return loss
+
+    def weights(self) -> list[float]:
+        """Return the gradient of each microbatch's loss; empty: ask :meth:`seed`."""
+        return [] if self._scaler is not None else self.losses.weights
 
     def seed(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
         """Return the gradient at which the backward of a microbatch begins."""
@@ -152,13 +160,10 @@ class StepWork:
 
     def validate(self) -> bool:
         """End the optimizer step before; return whether this step is to begin anew."""
-        return self._validate()
+        return self._validate(self)
 
-    @contextmanager
-    def _random(self, stage: int, microbatch: int) -> Iterator[None]:
+    def _random(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         if self._seeds is None:
-            yield
-            return
+            return _AS_IT_IS
         seed, step, evaluation, devices = self._seeds
-        with seeded(seed_of(seed, step, stage, microbatch, evaluation), devices):
-            yield
+        return seeded(seed_of(seed, step, stage, microbatch, evaluation), devices)

@@ -23,7 +23,20 @@ void Machine::begin(bool training, std::vector<double> weights) {
   poison_.reset();
   tickets_.clear();
   forget();
+  announce();
   stamps_.assign(ledger_ ? program_->row().size() : 0, {});
+}
+
+// Announces all messages of the row, so that none waits for its RECV to leave
+// its sender: a failed rank sends and takes as many as another.
+void Machine::announce() {
+  for (const Action one : program_->row()) {
+    if (one.op == Op::kRecvForward || one.op == Op::kRecvBackward) {
+      const Way& way = program_->way(one);
+      tickets_[key(way, one.microbatch)] = transport_->expect(
+          way.peer, way.channel, header(way, one.microbatch));
+    }
+  }
 }
 
 void Machine::forget() {
@@ -160,9 +173,7 @@ Machine::Progress Machine::pass(double seconds) {
 
 void Machine::receive() {
   const Way& way = program_->way(action());
-  const uint32_t i = action().microbatch;
-  tickets_[key(way, i)] =
-      transport_->receive(way.peer, way.channel, header(way, i));
+  transport_->ask(tickets_.at(key(way, action().microbatch)));
   watch_asked(way);
 }
 

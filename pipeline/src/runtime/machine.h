@@ -149,6 +149,7 @@ class Machine {
     return program_->row()[at_];
   }
   Header header(const Way& way, uint32_t microbatch) const;
+  void announce();
   void forget();
   Cell cell() const {
     return {action().stage, action().microbatch};

@@ -38,7 +38,7 @@ std::vector<int64_t> Transport::Engine::control_peers() const {
 
 int Transport::Engine::tag(Channel channel, int64_t from, int64_t to) const {
   return static_cast<int>(
-      2 * ((static_cast<int64_t>(channel) * size_ + from) * size_ + to));
+      kTags * ((static_cast<int64_t>(channel) * size_ + from) * size_ + to));
 }
 
 Transport::Engine::Outgoing&
@@ -48,6 +48,7 @@ Transport::Engine::outgoing(int64_t peer, Channel channel) {
     link = std::make_unique<Outgoing>();
     link->peer = peer;
     link->tag = tag(channel, rank_, peer);
+    link->foretells = channel != Channel::kControl;
     const auto delay = options_.link_delay.find({rank_, peer});
     if (delay != options_.link_delay.end() && channel != Channel::kControl) {
       link->delay = in_seconds(delay->second);
@@ -213,7 +214,7 @@ void Transport::Engine::close() {
   }
   const Lock lock(mutex_);
   for (auto& entry : incoming_) {
-    entry.second->asked.clear();
+    entry.second->queue.clear();
   }
   receipts_.clear();
   outgoing_.clear();

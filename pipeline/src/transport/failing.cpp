@@ -174,7 +174,7 @@ void Transport::Engine::tell_all(const Header& header, int64_t except) {
     Header own = header;
     own.message_class = MessageClass::kControl;
     try {
-      post(*link, wrap(std::move(own), {}));
+      post(*link, wrap(*link, std::move(own), {}));
     } catch (const std::exception&) {
       continue; // that peer is gone and need not be told
     }
@@ -222,8 +222,8 @@ Failure Transport::Engine::broken_protocol(
   const Lock lock(mutex_);
   Failure failure{rank_, 0, 0, "", "ProtocolError", ""};
   std::string expected = "a message";
-  if (!link.asked.empty()) {
-    const Header& header = link.asked.front()->expected;
+  if (!link.queue.empty()) {
+    const Header& header = link.queue.front()->expected;
     failure.stage = header.target;
     failure.microbatch = header.microbatch;
     expected = describe(header);

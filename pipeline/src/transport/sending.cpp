@@ -3,6 +3,8 @@
 #include <transport/engine.h>
 #include <transport/payload.h>
 
+#include <algorithm>
+
 namespace torch_sm3::pipeline {
 // Waits until at most `most` messages of a link are under way.
 bool Transport::Engine::make_room(
@@ -58,7 +60,7 @@ Outcome Transport::Engine::send(
     return Outcome::kLost;
   }
   // What fails here is the caller's message; what fails later is the link.
-  Parcel parcel = wrap(std::move(header), tensors);
+  Parcel parcel = wrap(*link, std::move(header), tensors);
   try {
     post(*link, std::move(parcel));
   } catch (const std::exception&) {
@@ -93,42 +95,55 @@ Outcome Transport::Engine::await_room(
   return Outcome::kLost;
 }
 
-// Puts a header and its tensors into the form in which they travel.
-Transport::Engine::Parcel
-Transport::Engine::wrap(Header header, const std::vector<at::Tensor>& tensors) {
+// Puts a header and its tensors into the form in which they travel. For the one
+// caller of the channel; nothing throws once the link has changed.
+Transport::Engine::Parcel Transport::Engine::wrap(
+    Outgoing& link,
+    Header header,
+    const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) {
     header.tensors.push_back(meta_of(tensor));
   }
+  const size_t rest = encoded_bytes(header) - kFrameBytes;
+  const size_t payload = payload_size(tensors);
+  const bool small = rest <= kSmallPayload && payload <= kSmallPayload - rest;
+  const bool offered = !small && same_layout(link.layout, header.tensors);
+  header.flags |= small ? kTogether : offered ? kOffered : 0;
   std::vector<uint8_t> bytes;
-  bool small = false;
   try {
-    const size_t rest = encode(header).size() - kFrameBytes;
-    small = rest + payload_size(tensors) <= kSmallPayload;
-    header.flags |= small ? kTogether : 0;
     bytes = encode(header);
   } catch (const HeaderError& error) {
     TORCH_CHECK_VALUE(false, error.what());
   }
-  std::vector<at::Tensor> payload;
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.numel() > 0) {
-      payload.push_back(payload_bytes(tensor));
-    }
-  }
   Parcel parcel;
   if (small) {
-    for (const at::Tensor& part : payload) {
-      const auto* data = part.const_data_ptr<uint8_t>();
-      bytes.insert(bytes.end(), data, data + part.numel());
+    const at::Tensor whole = empty_bytes(bytes.size() + payload);
+    auto* to = std::copy(
+        bytes.begin(), bytes.end(), whole.mutable_data_ptr<uint8_t>());
+    for (const at::Tensor& tensor : tensors) {
+      to = copy_payload(tensor, to);
     }
-    parcel.tensors = {as_tensor(bytes.data(), bytes.size())};
+    parcel.parts.push_back({whole, kFrameTag});
   } else {
-    parcel.tensors = {as_tensor(bytes.data(), kFrameBytes)};
-    if (bytes.size() > kFrameBytes) {
-      parcel.tensors.push_back(
-          as_tensor(bytes.data() + kFrameBytes, bytes.size() - kFrameBytes));
+    parcel.parts.push_back({as_tensor(bytes.data(), kFrameBytes), kFrameTag});
+    if (rest > 0) {
+      parcel.parts.push_back(
+          {as_tensor(bytes.data() + kFrameBytes, rest), kRestTag});
     }
-    parcel.tensors.insert(parcel.tensors.end(), payload.begin(), payload.end());
+  }
+  for (const TensorMeta& meta : link.layout) {
+    if (!offered && !meta.empty()) {
+      parcel.parts.push_back({as_tensor(bytes.data(), 1), kOfferTag});
+    }
+  }
+  for (const at::Tensor& tensor : tensors) {
+    if (!small && tensor.numel() > 0) {
+      parcel.parts.push_back(
+          {payload_bytes(tensor), offered ? kOfferTag : kRestTag});
+    }
+  }
+  if (link.foretells) {
+    link.layout = small ? std::vector<TensorMeta>() : header.tensors;
   }
   return parcel;
 }
@@ -146,13 +161,11 @@ void Transport::Engine::post(Outgoing& link, Parcel parcel) {
   link.parcels.push_back(std::move(parcel));
 }
 
-// The frame, then what did not fit it.
 void Transport::Engine::post_parcel(const Outgoing& link, Parcel& parcel) {
-  int tag = link.tag;
-  for (const at::Tensor& tensor : parcel.tensors) {
-    std::vector<at::Tensor> one{tensor};
-    parcel.works.push_back(group_->send(one, static_cast<int>(link.peer), tag));
-    tag = payload_tag(link.tag);
+  for (const Part& part : parcel.parts) {
+    std::vector<at::Tensor> one{part.bytes};
+    parcel.works.push_back(
+        group_->send(one, static_cast<int>(link.peer), link.tag + part.tag));
   }
 }
 

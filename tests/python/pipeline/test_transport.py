@@ -213,8 +213,8 @@ def test_another_header_names_both_sides_on_both_ranks(what: str) -> None:
 def garbage(rank: int, ranks: int) -> str:
     group = new_group(None, 20.0)
     if rank == 0:
-        # Tag 2: frames of activations (channel 0) from rank 0 to rank 1 of 2.
-        dist.send(torch.arange(512).to(torch.uint8), group=group, group_dst=1, tag=2)
+        # Tag 3: frames of activations (channel 0) from rank 0 to rank 1 of 2.
+        dist.send(torch.arange(512).to(torch.uint8), group=group, group_dst=1, tag=3)
         dist.barrier()
         return ""
     links = Links(group, 20.0, 2, 1, [0, 1])

@@ -65,8 +65,10 @@ enum class Outcome : int64_t {
 ///
 /// Every message is a header frame and then its tensors; a small payload
 /// travels in one transmission with the frame. Each channel to a peer has tags
-/// of its own, and a large payload moves while the caller computes. Waits end
-/// when the caller says, without Python, so a caller with signals to serve
+/// of its own, and a large payload moves while the caller computes. The
+/// receiver is ready for a payload like that of the message before as soon as
+/// it asks, so that such a one need not wait for its header to be read. Waits
+/// end when the caller says, without Python, so a caller with signals to serve
 /// waits in slices. One caller at a time may use a channel. The group must be
 /// able to end a wait, as Gloo is; with another a wait lasts until its message
 /// comes.
@@ -114,8 +116,22 @@ class TORCH_SM3_API Transport {
       const std::vector<at::Tensor>& tensors,
       double seconds);
 
-  /// Asks for the next message of a channel; its tensors arrive in the
-  /// background.
+  /// Announces the next message of a channel. Its header, and with it a small
+  /// payload, may arrive ahead, so that its sender need not wait.
+  ///
+  /// \param peer     sending rank
+  /// \param channel  what kind of message
+  /// \param expected stages and microbatch that the header must name
+  /// \return a ticket for `ask`, `wait` and `take`
+  int64_t expect(int64_t peer, Channel channel, Header expected);
+
+  /// Asks for a message that was announced; its tensors arrive in the
+  /// background. The messages of a channel are asked for in order.
+  ///
+  /// \param ticket what `expect` returned
+  void ask(int64_t ticket);
+
+  /// Announces the next message of a channel and asks for it at once.
   ///
   /// \param peer     sending rank
   /// \param channel  what kind of message
@@ -125,7 +141,7 @@ class TORCH_SM3_API Transport {
 
   /// Waits for a message.
   ///
-  /// \param ticket  what `receive` returned
+  /// \param ticket  of a message that was asked for
   /// \param seconds longest wait in this call
   Outcome wait(int64_t ticket, double seconds);
 
