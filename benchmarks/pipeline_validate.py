@@ -26,6 +26,7 @@ from torch import nn
 from torch_sm3.pipeline import PipelineRunner, Stage, plan
 
 RANKS, MICROBATCHES, STEPS = 4, 8, 10
+KINDS = ("zb_h2", "zbv", "1f1b")
 #: Idle time of a step above the formula, as a part of a step.
 ABOVE = 0.05
 #: A step may be no slower with post-validation; what timers are worth is allowed for.
@@ -63,12 +64,13 @@ class Train:
 
 
 def span(train: Train, steps: int) -> list[float]:
-    """Return each rank's seconds from its first to its last step, both without others.
+    """Return each rank's seconds from its first to its last step, by its own clock.
 
-    The first step of a row is there to shift the ranks against each other as they
-    will stay; it does not count.
+    Two steps before shift the ranks against each other as they will stay: the first
+    still ends on all ranks at once.
     """
     dist.barrier()
+    train.step()
     train.step()
     start = time.perf_counter()
     for _ in range(steps):
@@ -136,12 +138,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     arguments(parser)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.02,
+        help="of F, I and W each; longer on a machine that others use as well",
+    )
+    parser.add_argument(
+        "--kind", choices=KINDS, action="append", help="may be given more than once"
+    )
     options = parser.parse_args()
-    seconds = (0.02, 0.02, 0.02)
+    seconds = (options.seconds,) * 3
+    kinds = options.kind or (["zb_h2"] if options.quick else list(KINDS))
     rounds, steps = (1, 4) if options.quick else (3, STEPS)
     figures: list[Figure] = []
     measured: dict[str, Any] = {}
-    for kind in ("zb_h2",) if options.quick else ("zb_h2", "zbv", "1f1b"):
+    for kind in kinds:
         spans = run(RANKS, measure, kind, seconds, rounds, steps)
         work = MICROBATCHES * sum(seconds)
         found = figures_of(kind, spans, work, steps)

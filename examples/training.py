@@ -254,7 +254,7 @@ def sample_text(run: Run) -> str:
         return ""
     model = run.model
     if not run.parallel.replicas:
-        model = GPT(run.shape, stages=len(states))
+        model = GPT(run.shape, stages=run.model.last + 1)
         model.load_state_dict({k: v for state in states for k, v in state.items()})
     start = run.held_out[: min(40, run.args.context)]
     ids = sample(model, start, SAMPLE_CHARACTERS, run.args.context, temperature=0.8)

@@ -33,7 +33,7 @@ TEST(PipelineLower, PairsAreOneCellAndSendForwardFirst) {
       "rank 0: 0F0 3RECV_F0 0SEND_F0 3F0 (0F1;3B0)OVERLAP_F_B 3RECV_F1 "
       "0SEND_F1 3SEND_B0 3F1 3B1 0RECV_B0 3SEND_B1 3REDUCE_GRAD 0B0 0RECV_B1 "
       "0B1 0REDUCE_GRAD OPTIM\n"
-      "rank 1: 1RECV_F0 1F0 2F0 1RECV_F1 2RECV_B0 2SEND_F0 1F1 2F1 2SEND_F1 "
+      "rank 1: 1RECV_F0 1F0 2F0 1RECV_F1 2SEND_F0 1F1 2F1 2RECV_B0 2SEND_F1 "
       "2B0 1B0 2RECV_B1 1SEND_B0 2B1 2REDUCE_GRAD 1B1 1SEND_B1 1REDUCE_GRAD "
       "OPTIM\n");
 }
@@ -123,7 +123,13 @@ TEST(PipelineLower, OrdersThatCannotRunAreRefused) {
       "schedule 1 kind=x ranks=40 stages=40 microbatches=1 placement=loop\n";
   for (int rank = 0; rank < 40; ++rank) {
     const std::string stage = std::to_string(rank);
-    many += "rank " + stage + ": " + stage + "B0 " + stage + "F0\n";
+    many += "rank ";
+    many += stage;
+    many += ": ";
+    many += stage;
+    many += "B0 ";
+    many += stage;
+    many += "F0\n";
   }
   try {
     Schedule::parse(many).lower();

@@ -112,7 +112,7 @@ TEST(Planner, GroupsOfInterleaved) {
 }
 
 TEST(Planner, LinkCostAddsRoundsOfWarmUp) {
-  const auto warmup = [](PlanOptions options, size_t rank) {
+  const auto warmup = [](const PlanOptions& options, size_t rank) {
     const Schedule schedule = plan(options);
     const auto& actions = schedule.rows[rank];
     const auto backward =
@@ -216,7 +216,8 @@ TEST(Planner, SplitRoutesTheEncodersOutput) {
 
 TEST(Planner, RefusalsNameArgumentAndNearestKind) {
   EXPECT_NE(
-      refusal({"1fb1", 2, 2}).find("but got '1fb1', perhaps for '1f1b'"),
+      refusal({"1fb1", 2, 2})
+          .find("but got '1fb1' (argument 'kind'), perhaps for '1f1b'"),
       std::string::npos);
   EXPECT_NE(
       refusal({"zb-v", 2, 2}).find("perhaps for 'zbv'"), std::string::npos);

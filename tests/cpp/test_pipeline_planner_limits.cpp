@@ -83,7 +83,8 @@ TEST(PlannerLimits, PlansFitAndAreTight) {
     PlanOptions options = limited("1f1b", p, 8, costs, {1e9});
     options.warmup = 3;
     const double most = peaks(plan(options), costs)[0];
-    for (double limit = most; limit > 0; limit -= 50) {
+    for (int step = 0; most - 50 * step > 0; ++step) {
+      const double limit = most - 50 * step;
       options.memory_limit = {limit};
       const std::string refused = refusal(options);
       if (refused != "none") {
@@ -119,7 +120,7 @@ TEST(PlannerLimits, RefusalNamesTheSmallestLimit) {
 }
 
 TEST(PlannerLimits, WrongLimitsAreNamed) {
-  const auto wrong = [](PlanOptions options) -> std::string {
+  const auto wrong = [](const PlanOptions& options) -> std::string {
     try {
       plan(options);
     } catch (const std::invalid_argument& error) {
@@ -194,6 +195,38 @@ TEST(PlannerLinks, WarmUpHidesTheLinks) {
             << "p=" << p << " m=" << m << " c=" << link;
         options.link_cost = 0;
         EXPECT_GE(simulate(plan(options), costs).makespan, expected - 1e-9);
+      }
+    }
+  }
+}
+
+// Whether a backward is short or long, one send pending on each link is as good
+// as any number.
+TEST(PlannerLinks, OnePendingSendHoldsUpNobody) {
+  const double triples[][3]{
+      {1, 1, 1}, {1, 2, 1}, {3, 4, 2}, {1, 3, 2}, {5, 1, 1}};
+  for (const std::string& kind : kinds()) {
+    for (const int64_t p : {2, 3, 4, 8}) {
+      for (int64_t v = 1; v <= 4 && kind != "auto"; ++v) {
+        for (int64_t m = 1; m <= 4 * p; ++m) {
+          Schedule schedule;
+          try {
+            schedule = plan({kind, p, m, v}).lower();
+          } catch (const std::invalid_argument&) {
+            continue; // not of this kind
+          }
+          for (const auto& [f, i, w] : triples) {
+            Costs costs;
+            costs.stages[0].forward = f;
+            costs.stages[0].input = i;
+            costs.stages[0].weight = w;
+            const double any =
+                simulate(schedule, costs, {Links::kPosted, 1}).makespan;
+            EXPECT_NEAR(simulate(schedule, costs).makespan, any, 1e-9 * any)
+                << kind << " p=" << p << " v=" << v << " m=" << m
+                << " B/F=" << (i + w) / f;
+          }
+        }
       }
     }
   }

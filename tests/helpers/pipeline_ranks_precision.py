@@ -3,34 +3,32 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from helpers.pipeline_chain import (
-    WIDTH,
     accumulate,
     batches,
     chain,
     looped,
     own_stages,
     runner_of,
-    squared,
 )
 from helpers.pipeline_ranks_gradients import grid
 from torch import Tensor, nn
 
 import torch_sm3
-from torch_sm3.pipeline import PipelineError, PipelineRunner, Schedule, Stage, plan
+from torch_sm3.pipeline import PipelineError, plan
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
     "SM3": lambda p: torch_sm3.SM3(p, lr=0.1),
+    "SM3 with momentum": lambda p: torch_sm3.SM3(p, lr=0.1, momentum=0.9),
     "fused SM3": lambda p: torch_sm3.SM3(p, lr=0.1, fused=True),
 }
 
@@ -160,13 +158,25 @@ def no_norm(rank: int, ranks: int) -> list[Any]:
     return [result.applied, all(torch.equal(a, b) for a, b in pairs)]
 
 
-def failing_optimizer(rank: int, ranks: int, clip: bool) -> tuple[str, bool]:
-    """Let the optimizer of rank 1 raise; the next step works."""
+def failing_optimizer(
+    rank: int, ranks: int, clip: bool, scaled: bool, later: bool
+) -> tuple[str, bool, float]:
+    """Let the optimizer of rank 1 raise; the next steps work."""
     mine = chain(ranks)
     optimizer = torch.optim.SGD(mine[rank].parameters(), lr=0.1)
     runner = runner_of(mine, plan("1f1b", ranks, 2), rank)
+    scaler = torch.amp.GradScaler("cpu", 64.0, growth_interval=2) if scaled else None
     items, targets = batches([2] * 2)
-    runner.step(torch.cat(items), target=torch.cat(targets))
+    norm = 1.0 if clip else None
+
+    def train() -> Any:
+        runner.zero_grad()
+        runner.step(torch.cat(items), target=torch.cat(targets), scaler=scaler)
+        result = runner.optimizer_step(
+            optimizer, max_norm=norm, scaler=scaler, post_validate=later
+        )
+        return runner.flush() if later else result
+
     handle = None
     if rank == 1:
 
@@ -174,128 +184,14 @@ def failing_optimizer(rank: int, ranks: int, clip: bool) -> tuple[str, bool]:
             raise LookupError("no step")
 
         handle = optimizer.register_step_pre_hook(fail)
-    norm = 1.0 if clip else None
     try:
-        runner.optimizer_step(optimizer, max_norm=norm)
+        train()
         text = "nothing"
     except PipelineError as error:
         text = str(error)
         assert isinstance(error.__cause__, LookupError) == (rank == 1)
     if handle is not None:
         handle.remove()
-    again = runner.optimizer_step(optimizer, max_norm=norm)
-    runner.step(torch.cat(items), target=torch.cat(targets))
+    applied = all(train().applied for _ in range(3))
     runner.close()
-    return text, again.applied
-
-
-def nested(rank: int, ranks: int) -> list[str]:
-    """Call a second runner of the group while the first is at work."""
-    texts: list[str] = []
-    runners: list[PipelineRunner] = []
-    items, targets = batches([2] * 2)
-    whole = torch.cat(items), torch.cat(targets)
-    entered = threading.Event()
-    leave = threading.Event()
-    mode = ["plain"]
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        if mode[0] == "nested":
-            try:
-                runners[1].step(whole[0], target=whole[1])
-            except RuntimeError as error:
-                texts.append(str(error))
-        return squared(output, target)
-
-    class Waits(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, x: Tensor) -> Tensor:
-            if mode[0] == "thread":
-                entered.set()
-                leave.wait()
-            return self.module(x)
-
-    mine: list[nn.Module] = [Waits(module) for module in chain(ranks)]
-    schedule = plan("1f1b", ranks, 2)
-    runners.append(runner_of(mine, schedule, rank, loss_fn=loss))
-    runners.append(runner_of(chain(ranks), schedule, rank))
-    mode[0] = "nested"
-    runners[0].step(whole[0], target=whole[1])
-    mode[0] = "thread"
-    thread = threading.Thread(
-        target=runners[0].step, args=(whole[0],), kwargs={"target": whole[1]}
-    )
-    thread.start()
-    if rank == 0:
-        entered.wait()
-    else:
-        # It waits for rank 0 all the while.
-        while not any(isinstance(key, str) for key in _busy_keys()):
-            threading.Event().wait(0.01)
-    try:
-        runners[1].step(whole[0], target=whole[1])
-    except RuntimeError as error:
-        texts.append(str(error))
-    leave.set()
-    thread.join()
-    mode[0] = "plain"
-    for runner in runners:
-        runner.step(whole[0], target=whole[1])
-        runner.close()
-    return texts
-
-
-def _busy_keys() -> list[Any]:
-    from torch_sm3.pipeline import _calls
-
-    return list(_calls._busy)
-
-
-def sharded(rank: int, ranks: int) -> list[str]:
-    """Give a stage that FSDP shards to schedules without and with UNSHARD."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (1,))
-    module = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh)
-    texts = []
-    schedule = plan("none", 1, 2)
-    for given in (
-        schedule,
-        Schedule.parse(
-            schedule.text.strip().replace("0F0", "0UNSHARD 0F0") + " 0RESHARD"
-        ),
-    ):
-        try:
-            runner = PipelineRunner([Stage(module, 0)], given, loss_fn=squared)
-            items, targets = batches([2] * 2)
-            runner.step(torch.cat(items), target=torch.cat(targets))
-            runner.close()
-            texts.append("fine")
-        except RuntimeError as error:
-            texts.append(str(error))
-    return texts
-
-
-def wrong_options(rank: int, ranks: int) -> list[str]:
-    """Make runners with options that do not fit; return the errors."""
-    schedule = plan("1f1b", ranks, 2)
-    texts = []
-    cases: list[tuple[dict[int, Any], dict[str, Any]]] = [
-        ({0: {"routes": {"skip": 5}}}, {}),
-        ({}, {"reduce": "median"}),
-        ({}, {"hook": (None, print)}),
-        ({}, {"seed": rank}),
-        ({}, {"deterministic": rank == 1}),
-    ]
-    for stages, options in cases:
-        try:
-            runner_of(chain(ranks), schedule, rank, stages, **options)
-            texts.append("nothing")
-        except ValueError as error:
-            texts.append(str(error))
-    dist.barrier()
-    return texts
+    return text, applied, 0.0 if scaler is None else scaler.get_scale()

@@ -139,6 +139,7 @@ def count_of(given: Given, needs: Needs, planned: int, dim: int) -> int | None:
     """
     if not needs:
         return None
+    _check(given, needs)
     counts = set()
     if given.iterator is None:
         for used, many, one, names in (
@@ -296,12 +297,20 @@ def spread(item: Any) -> tuple[Any, ...]:
 
 
 def _check(given: Given, needs: Needs) -> None:
-    """Refuse data that is given twice."""
+    """Refuse data that is given twice, or not in a list."""
     if given.iterator is not None:
         for name in ("inputs", "target", "microbatches", "targets"):
             value = getattr(given, name)
             if value is not None and value != ():
                 _fail(f"no {name} beside an iterator", type(value).__name__, name)
+    for name in ("microbatches", "targets"):
+        many = getattr(given, name)
+        if many is not None and not hasattr(many, "__len__"):
+            raise TypeError(
+                f"step: expected a list with an item for each microbatch, but got "
+                f"{type(many).__name__}; an iterator of pairs is given as iterator "
+                f"(argument '{name}')"
+            )
     if given.microbatches is not None and given.inputs:
         _fail("either inputs or microbatches", "both", "microbatches")
     if given.targets is not None and given.target is not None:

@@ -84,7 +84,9 @@ class Losses:
                 f"PipelineRunner: expected loss_fn to return a scalar tensor, but got "
                 f"{got}"
             )
-        self.losses.append(loss.detach())
+        # A copy: torch lets the results of some losses hold a storage as large as what
+        # they are the mean of.
+        self.losses.append(loss.detach().clone())
         return loss
 
     @property

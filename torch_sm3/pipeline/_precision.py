@@ -12,7 +12,6 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from torch_sm3.pipeline._collective import Collective
-from torch_sm3.pipeline._control import Control
 from torch_sm3.pipeline.stage import Stage
 
 
@@ -48,6 +47,9 @@ def squares(
                 continue
             seen.add(parameter)
             norm = torch.linalg.vector_norm(parameter.grad, dtype=_wide(parameter.grad))
+            if hasattr(norm, "full_tensor"):
+                # Sharded over replicas, which all come here alike.
+                norm = norm.full_tensor()
             total += float(norm) ** 2
         found.append((index, total))
     return found
@@ -75,28 +77,8 @@ def unscale(scaler: GradScaler, optimizer: Optimizer) -> bool:
     return any(bool(value.item()) for value in found.values())
 
 
-def decide(
-    control: Control,
-    replicas: Collective | None,
-    failed: bool,
-    found: bool,
-    sums: list[tuple[int, float]] | None,
-) -> Decision:
-    """Bring all ranks to one decision.
-
-    Args:
-        control: to the ranks of this pipeline.
-        replicas: the ranks with the same stages, or None.
-        failed: whether this rank failed.
-        found: whether a gradient of this rank is infinite or NaN.
-        sums: what :func:`squares` returned, None if no norm was asked for.
-    """
-    values, _ = control.exchange((failed, found, tuple(sums or ())))
-    return judged(values, replicas, sums is not None)
-
-
 def judged(
-    values: Iterable[Any], replicas: Collective | None, with_norm: bool
+    values: Iterable[Any], replicas: Collective | None, with_norm: bool, stop: bool
 ) -> Decision:
     """Make a decision of what all ranks found, the same on all replicas.
 
@@ -105,9 +87,10 @@ def judged(
             :func:`squares` returned.
         replicas: the ranks with the same stages, or None.
         with_norm: whether a norm was asked for.
+        stop: whether nobody may step, whatever they found.
     """
     values = list(values)
-    stop = any(value[0] for value in values)
+    stop = stop or any(value[0] for value in values)
     skip = any(value[1] for value in values)
     norm = None
     if with_norm and not stop:

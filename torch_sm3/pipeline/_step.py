@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ Packed = tuple[str, list[torch.Tensor]]
 # What no rank can go on after.
 LOST = (LinksLostError, GroupLostError)
 # How a run of the library stands when it returns; see pipeline/src/runtime/machine.h.
-_WAIT, _DONE, _LOST = 0, 2, 3
+_WAIT, _DONE, _LOST, _PAIR = 0, 2, 3, 4
 # Waits are cut into slices of this length, in seconds, so that Ctrl-C is served.
 _SLICE = 0.2
 _SPLITS: dict[bool | str, str] = {"auto": "auto", True: "always", False: "never"}
@@ -38,6 +38,7 @@ class Machines:
         weights: of each stage of this rank; in a trace their gradients are no
             activations.
         max_pending: messages of a link that may be under way.
+        fused: stages of this rank that run a forward and a backward in one call.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Machines:
         splits: Mapping[int, bool | str],
         weights: Mapping[int, Sequence[torch.Tensor]] | None = None,
         max_pending: int = 1,
+        fused: Iterable[int] = (),
     ) -> None:
         self.rank = rank
         self.last = len(placement) - 1
@@ -59,6 +61,7 @@ class Machines:
         self._splits = splits
         self._weights = weights or {}
         self._max_pending = max_pending
+        self._fused = list(fused)
         self._made: dict[tuple[bool, tuple[Action, ...]], Any] = {}
         # The row that ran last; it need not be compared with those of before.
         self._latest: tuple[bool, Sequence[Action], Any] | None = None
@@ -77,8 +80,8 @@ class Machines:
         key = trace, tuple(row)
         if key not in self._made:
             items = [
-                (op, stage, i, -1 if route is None else self._routes.index(route))
-                for op, stage, i, route, _ in row
+                (op, stage, i, pair if route is None else self._routes.index(route) + 1)
+                for op, stage, i, route, pair in row
             ]
             made = _ops.pipeline_machine_class()(
                 self._placement,
@@ -90,6 +93,8 @@ class Machines:
             )
             for stage, split in self._splits.items():
                 made.set_split(stage, _SPLITS[split])
+            for stage in self._fused:
+                made.set_fused(stage)
             if trace:
                 pairs = [(s, x) for s, own in self._weights.items() for x in own]
                 made.trace(
@@ -163,7 +168,8 @@ class StepRun:
                 if kind == _LOST:
                     raise LinksLostError
                 if kind not in (_WAIT, _DONE):
-                    answer = self._ask(machine, row[index], failed, values)
+                    beside = machine.overlap if kind == _PAIR else None
+                    answer = self._ask(machine, row[index], failed, values, beside)
                 del values
             except LOST:
                 raise
@@ -227,11 +233,16 @@ class StepRun:
     # --- user code ---------------------------------------------------------
 
     def _ask(
-        self, machine: Any, action: Action, failed: bool, values: list[Packed]
+        self,
+        machine: Any,
+        action: Action,
+        failed: bool,
+        values: list[Packed],
+        beside: Callable[[], None] | None,
     ) -> list[Packed]:
         op, stage, microbatch = action[:3]
         if op == "F":
-            return self._forward(stage, microbatch, values)
+            return self._forward(stage, microbatch, values, beside)
         if op in COLLECTIVES:
             self.work.collective(op, stage, microbatch, failed)
         elif op == "VALIDATE":
@@ -249,14 +260,18 @@ class StepRun:
         machine.abandon(pack(tuple(why), "")[0])
 
     def _forward(
-        self, stage: int, microbatch: int, values: list[Packed]
+        self,
+        stage: int,
+        microbatch: int,
+        values: list[Packed],
+        beside: Callable[[], None] | None,
     ) -> list[Packed]:
         value, skips = None, {}
         if stage > 0:
             value = unpack(*values[0])
             for structure, tensors in values[1:]:
                 skips.update(unpack(structure, tensors))
-        output = self.work.forward(stage, microbatch, value, skips)
+        output = self.work.forward(stage, microbatch, value, skips, beside)
         if stage != self._machines.last:
             return self._distribute(stage, output)
         if output is None:

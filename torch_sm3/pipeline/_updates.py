@@ -11,9 +11,9 @@ from torch.optim.optimizer import Optimizer
 
 from torch_sm3.pipeline._build import Parts
 from torch_sm3.pipeline._calls import Calls
-from torch_sm3.pipeline._faults import PeerFailedError
+from torch_sm3.pipeline._faults import ARGUMENTS, PeerFailedError
 from torch_sm3.pipeline._late import Bulletin, Open
-from torch_sm3.pipeline._optimize import Stepper
+from torch_sm3.pipeline._optimize import ArgumentsError, Stepper
 from torch_sm3.pipeline._outcome import Verdict, settle
 from torch_sm3.pipeline._result import OptimResult
 from torch_sm3.pipeline._step import LOST
@@ -57,7 +57,7 @@ class Updates(Calls):
         if self.stepper.pending:
             self.flush()
 
-        def act(problem: Exception | None) -> OptimResult:
+        def act(problem: Exception | None) -> tuple[OptimResult, bool]:
             return self.stepper.step(optimizer, max_norm, scaler, problem)
 
         if not post_validate:
@@ -77,12 +77,17 @@ class Updates(Calls):
         self._hear_others()
         if not self.stepper.pending:
             return None
-        result = self._together(lambda problem: self.stepper.validate()[0])
+        result = self._together(lambda problem: (self.stepper.validate()[0], False))
         self._raise_ended()
         return result
 
-    def _together(self, act: Callable[[Exception | None], Any]) -> Any:
-        """Do something on all ranks; where it fails on one, all raise."""
+    def _together(self, act: Callable[[Exception | None], tuple[Any, bool]]) -> Any:
+        """Do something on all ranks; where it fails on one, all raise.
+
+        Args:
+            act: is told why this rank cannot; returns a result, and whether all ranks
+                are known to have done it.
+        """
         parts = self._parts
         self._check_open()
         with self._alone() as busy:
@@ -92,9 +97,13 @@ class Updates(Calls):
             result: Any = None
             with self._watched(training=False):
                 try:
-                    result = act(busy)
+                    result, known = act(busy)
+                    if known:
+                        return result
                 except LOST:
                     raise
+                except ArgumentsError as wrong:
+                    report = (*self._failure(ARGUMENTS, wrong.error), -1)
                 except BaseException as error:
                     cause = error
                     report = (*self._failure("OPTIM", error), -1)
@@ -149,8 +158,9 @@ class Updates(Calls):
     def _validate(self, work: StepWork) -> bool:
         """End the optimizer step before; return whether this step is to begin anew."""
         wrong = self.stepper.validate()[1]
-        if self._bulletin is not None and self._parts.is_hub and not wrong:
-            self._bulletin.publish(work.losses)
+        if work.after_loss is not None and not wrong:
+            # All losses may be there already, and have not been told yet.
+            work.after_loss()
         return wrong
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,6 +30,7 @@ class Work(Protocol):
         microbatch: int,
         value: Any,
         skips: dict[str, Any],
+        beside: Callable[[], None] | None,
     ) -> Any:
         """Call a stage.
 
@@ -37,6 +39,7 @@ class Work(Protocol):
             microbatch: the microbatch.
             value: of the stage before; stage 0 has none.
             skips: routed values.
+            beside: a backward that the stage runs in the same call, or None.
 
         Returns:
             Its output, on the last stage the loss or None.
@@ -115,14 +118,21 @@ class StepWork:
         self._validate = validate
 
     def forward(
-        self, stage: int, microbatch: int, value: Any, skips: dict[str, Any]
+        self,
+        stage: int,
+        microbatch: int,
+        value: Any,
+        skips: dict[str, Any],
+        beside: Callable[[], None] | None,
     ) -> Any:
         """Call a stage; on the last one return the loss or None."""
         own = self._stages[stage]
+        fused = own.fused
+        call = partial(fused, beside) if fused and beside else own.module
         picked, named = self.feed.arguments(own, microbatch)
         before = spread(value) if stage > 0 else ()
         with self._random(stage, microbatch):
-            output = own.module(*before, *picked, **skips, **named)
+            output = call(*before, *picked, **skips, **named)
             if stage != self._last:
                 return output
             loss = self.losses.finish(output, self.feed.target(microbatch))

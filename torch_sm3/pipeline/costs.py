@@ -114,6 +114,9 @@ class Costs:
         Args:
             text: a JSON object of arguments.
 
+        Returns:
+            The costs.
+
         Raises:
             ValueError: if it is anything else.
         """
@@ -138,6 +141,12 @@ class Costs:
 
         Args:
             path: the file.
+
+        Returns:
+            The costs.
+
+        Raises:
+            ValueError: if it holds anything else.
         """
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
@@ -156,6 +165,9 @@ class Costs:
 
         Args:
             values: lists by name; one number stands for itself.
+
+        Returns:
+            The costs.
         """
         given: dict[str, Any] = {
             name: numbers[0] if len(numbers) == 1 else tuple(numbers)

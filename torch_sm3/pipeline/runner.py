@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,16 +13,15 @@ from torch.optim.optimizer import Optimizer
 from torch_sm3.pipeline._agree import Options
 from torch_sm3.pipeline._build import Parts
 from torch_sm3.pipeline._data import Given
+from torch_sm3.pipeline._records import Records
 from torch_sm3.pipeline._reduce import Hook
 from torch_sm3.pipeline._result import OptimResult, StepResult
 from torch_sm3.pipeline._session import Session
-from torch_sm3.pipeline.costs import Costs
-from torch_sm3.pipeline.report import StepReport, report
 from torch_sm3.pipeline.schedule import Schedule
 from torch_sm3.pipeline.stage import Stage
 
 
-class PipelineRunner:
+class PipelineRunner(Records):
     r"""Run a schedule over the ranks of a process group.
 
     Making a runner is collective: every rank passes the stages that it owns, and all
@@ -116,6 +113,11 @@ class PipelineRunner:
                 "PipelineRunner: expected a Schedule, but got "
                 f"{type(schedule).__name__} (argument 'schedule')"
             )
+        if isinstance(stages, Stage):
+            raise TypeError(
+                "PipelineRunner: expected a list of Stage objects, but got one Stage "
+                "(argument 'stages')"
+            )
         options = Options(
             loss_reduction,
             reduce,
@@ -171,6 +173,21 @@ class PipelineRunner:
             ValueError: on every rank, if the data does not fit.
             RuntimeError: if the schedule has no backwards, gradients are off, or
                 another runner is at work on the group.
+
+        Example::
+
+            >>> import torch
+            >>> from torch_sm3.pipeline import PipelineRunner, Stage, plan
+            >>> module = torch.nn.Linear(4, 1)
+            >>> runner = PipelineRunner(
+            ...     [Stage(module, index=0)], plan("none", ranks=1, microbatches=2),
+            ...     loss_fn=torch.nn.functional.mse_loss)
+            >>> x, y = torch.randn(6, 4), torch.randn(6, 1)
+            >>> result = runner.step(x, target=y, return_outputs=True)
+            >>> result.losses.shape, [output.shape[0] for output in result.outputs]
+            (torch.Size([2]), [3, 3])
+            >>> result = runner.step(microbatches=[x[:1], x], targets=[y[:1], y])
+            >>> runner.close()
         """
         given = Given(inputs, target, kwargs, microbatches, targets, iterator)
         return self._session.run(given, return_outputs, scaler, evaluation=False)
@@ -205,6 +222,23 @@ class PipelineRunner:
         Raises:
             PipelineError: on every rank and with equal fields, if any of them fails.
             ValueError: on every rank, if the data does not fit.
+
+        Example::
+
+            >>> import torch
+            >>> from torch_sm3.pipeline import PipelineRunner, Stage, plan
+            >>> module = torch.nn.Linear(4, 1)
+            >>> runner = PipelineRunner(
+            ...     [Stage(module, index=0)], plan("none", ranks=1, microbatches=2),
+            ...     loss_fn=torch.nn.functional.mse_loss)
+            >>> x, y = torch.randn(6, 4), torch.randn(6, 1)
+            >>> runner.eval(x, target=y).losses.shape
+            torch.Size([2])
+            >>> runner.eval(microbatches=[x] * 5, targets=[y] * 5).losses.shape
+            torch.Size([5])
+            >>> module.weight.grad is None
+            True
+            >>> runner.close()
         """
         given = Given(inputs, target, kwargs, microbatches, targets, iterator)
         return self._session.evaluate(given, return_outputs)
@@ -246,6 +280,23 @@ class PipelineRunner:
         Raises:
             PipelineError: on every rank, if the optimizer of any fails; those of
                 other ranks may have stepped.
+            ValueError: on every rank, if ``max_norm`` is negative or not alike.
+            TypeError: on every rank, if ``optimizer`` is none.
+
+        Example::
+
+            >>> import torch
+            >>> from torch_sm3.pipeline import PipelineRunner, Stage, plan
+            >>> module = torch.nn.Linear(4, 1)
+            >>> runner = PipelineRunner(
+            ...     [Stage(module, index=0)], plan("none", ranks=1, microbatches=2),
+            ...     loss_fn=torch.nn.functional.mse_loss)
+            >>> x, y = torch.randn(6, 4), torch.randn(6, 1)
+            >>> optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            >>> result = runner.step(x, target=y)
+            >>> runner.optimizer_step(optimizer, max_norm=1.0).applied
+            True
+            >>> runner.close()
         """
         return self._session.optimize(optimizer, max_norm, scaler, post_validate)
 
@@ -270,69 +321,10 @@ class PipelineRunner:
         """
         self._session.zero_grad(set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:
-        r"""Return what a resumed run needs besides parameters and optimizer.
-
-        Returns:
-            The number of steps, on which the random numbers of a deterministic run
-            depend, and the loss scale that all ranks agreed on, None without one.
-        """
-        return {
-            "steps": self._session.steps,
-            "loss_scale": self._session.stepper.loss_scale,
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        r"""Go on from what :meth:`state_dict` returned.
-
-        Args:
-            state_dict: the same on all ranks.
-        """
-        self._session.steps = int(state_dict["steps"])
-        self._session.stepper.loss_scale = state_dict["loss_scale"]
-
-    def report(self, costs: Costs | None = None) -> StepReport:
-        r"""Tell where the time and the memory of the latest complete step went.
-
-        Collective; needs ``trace=True``.
-
-        Args:
-            costs: to predict with, those of the trace itself if None.
-
-        Returns:
-            Busy, bubble, waiting and peak of every rank, measured and predicted side
-            by side, and the bytes of the last snapshot for post-validation beside
-            those with Adam; ``print`` shows a table. Equal on all ranks.
-
-        Raises:
-            RuntimeError: if nothing was traced.
-            ValueError: if no step has run to its end.
-        """
-        trace = self._session.trace(everywhere=True)
-        assert trace is not None, "all ranks get it"
-        snapshots = self._session.snapshots()
-        return replace(report(trace, costs), snapshots=snapshots)
-
-    def save_trace(self, path: str | Path, costs: Costs | None = None) -> None:
-        r"""Write the latest steps as JSON for ui.perfetto.dev.
-
-        Collective; rank 0 writes. Needs ``trace=True``.
-        :func:`torch_sm3.pipeline.trace.load_trace` reads costs back from the file.
-
-        Args:
-            path: the file.
-            costs: to predict with, those of the trace itself if None.
-
-        Raises:
-            RuntimeError: if nothing was traced.
-        """
-        trace = self._session.trace(everywhere=False)
-        if trace is not None:
-            trace.save(path, costs)
-
     def close(self) -> None:
         r"""End the links and give the process groups back. Idempotent.
 
-        An optimizer step that was not validated yet stands; call :meth:`flush` before.
+        An optimizer step that was not validated yet stands, and nobody hears of a
+        failure that was still to be raised; call :meth:`flush` before.
         """
         self._session.close()

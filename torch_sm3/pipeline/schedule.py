@@ -4,33 +4,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch_sm3 import _ops
+from torch_sm3.pipeline._errors import ScheduleError, checked
 from torch_sm3.pipeline.action import Action, Candidate
 from torch_sm3.pipeline.costs import Costs
 
 __all__ = ["Action", "Candidate", "Schedule", "ScheduleError", "checked"]
-
-T = TypeVar("T")
-_MARK = "ScheduleError: "
-
-
-class ScheduleError(ValueError):
-    r"""Say that a schedule cannot be read or cannot run."""
-
-
-def checked(call: Callable[[], T]) -> T:
-    """Call the library, whose schedule errors reach Python as marked ValueErrors."""
-    try:
-        return call()
-    except ValueError as error:
-        text = str(error)
-        if not text.startswith(_MARK):
-            raise
-        raise ScheduleError(text.removeprefix(_MARK)) from None
 
 
 class Schedule:
@@ -69,8 +52,21 @@ class Schedule:
                 placement=loop``, then a line ``rank 0: 0F0 0F1 …`` for each rank;
                 ``.`` is an idle slot and ``#`` starts a comment.
 
+        Returns:
+            The schedule; its :attr:`text` reads back as an equal one.
+
         Raises:
             ScheduleError: naming row, column and cell of what cannot be read.
+
+        Example::
+
+            >>> from torch_sm3.pipeline import Schedule
+            >>> schedule = Schedule.parse(
+            ...     "schedule 1 kind=mine ranks=1 stages=1 microbatches=1 "
+            ...     "placement=loop\n"
+            ...     "rank 0: 0F0 0B0  # one of each\n")
+            >>> [action.op for action in schedule.actions(0)]
+            ['F', 'B']
         """
         return checked(lambda: cls(_ops.pipeline_schedule_class().parse(text)))
 
@@ -86,6 +82,9 @@ class Schedule:
         Args:
             source: the path of a file, or text with at least one line break.
             kind: name for a schedule whose file does not say it.
+
+        Returns:
+            The schedule, with idle slots where cells are empty.
 
         Raises:
             ScheduleError: naming row, column and cell of what cannot be read, or with
@@ -112,6 +111,9 @@ class Schedule:
 
         Args:
             path: the file; what it holds is told from its first line.
+
+        Returns:
+            The schedule.
 
         Raises:
             ScheduleError: naming row, column and cell of what cannot be read.
@@ -208,10 +210,13 @@ class Schedule:
         r"""Add the messages and collectives that a compute-only schedule lacks.
 
         Each SEND stands right after its producer, each RECV before the first action
-        that starts, if every cell took one unit of time, when or after the message is
-        sent. REDUCE_GRAD follows the last weight gradient of its stage, or the
-        TIE_REDUCE that it waits for; OPTIM is last. What is there already stays as it
-        is.
+        that starts, if B took three units of time and all else one, when or after the
+        message is sent. REDUCE_GRAD follows the last weight gradient of its stage, or
+        the TIE_REDUCE that it waits for; OPTIM is last. What is there already stays as
+        it is; a schedule that lacks nothing is returned itself.
+
+        Returns:
+            The lowered schedule; of a lowered schedule an equal one.
 
         Raises:
             ScheduleError: if the order cannot run, with the actions at which the
@@ -225,6 +230,8 @@ class Schedule:
             rank 0: 0F0 0RECV_B0 0SEND_F0 0B0 0REDUCE_GRAD OPTIM
             rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD OPTIM
         """
+        if self.native.complete():
+            return self
         return checked(lambda: Schedule(self.native.lower()))
 
     @property

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch_sm3.pipeline._errors import ScheduleError, checked, whole, words
 from torch_sm3.pipeline.costs import Costs
 from torch_sm3.pipeline.planner import limits_of
-from torch_sm3.pipeline.schedule import Schedule, ScheduleError, checked
+from torch_sm3.pipeline.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,13 @@ class Report:
         full_grid: the same with all steps, if asked for.
         peak_bytes: most memory in use on each rank; exact.
         peak_actions: text of the action at which it is; empty without bytes.
+
+    Example::
+
+        >>> from torch_sm3.pipeline import Costs, plan, verify
+        >>> report = verify(plan("1f1b", 2, 4), memory=Costs(activation_bytes=8))
+        >>> report.peak_bytes, report.peak_actions
+        ([16.0, 8.0], ['0F1', '1F0'])
     """
 
     rule: str
@@ -94,7 +102,10 @@ def verify(
     return Report(
         *checked(
             lambda: schedule.native.verify(
-                links, max_pending, _values(memory), limits_of(memory_limit), full_grid
+                *_links("verify", links, max_pending),
+                _values(memory),
+                limits_of(memory_limit),
+                full_grid,
             )
         )
     )
@@ -117,6 +128,9 @@ def live_bytes(
         links: as for :func:`verify`.
         max_pending: as for :func:`verify`.
 
+    Returns:
+        One number for each action of ``schedule.lower().actions(rank)``.
+
     Raises:
         ValueError: naming the argument that is wrong.
         ScheduleError: if the schedule is not valid.
@@ -130,7 +144,9 @@ def live_bytes(
     return list(
         checked(
             lambda: schedule.native.live_bytes(
-                rank, memory.values(), links, max_pending
+                whole("live_bytes", rank, "rank"),
+                memory.values(),
+                *_links("live_bytes", links, max_pending),
             )
         )
     )
@@ -149,6 +165,16 @@ class Simulation:
         peak_bytes: of each rank.
         lower_bound: the largest of each rank's work plus the shortest way to and from
             it.
+
+    Example::
+
+        >>> from torch_sm3.pipeline import plan, simulate
+        >>> ran = simulate(plan("1f1b", 2, 1))
+        >>> ran.makespan, ran.busy, ran.own_idle
+        (6.0, [3.0, 3.0], [3.0, 0.0])
+        >>> row = zip(ran.schedule.actions(1), ran.timeline()[1])
+        >>> [(action.text, span) for action, span in row if action.op in "FB"]
+        [('1F0', (1.0, 2.0)), ('1B0', (2.0, 4.0))]
     """
 
     schedule: Schedule
@@ -178,6 +204,10 @@ def simulate(
     A schedule without messages or collectives is lowered first. Latency counts from
     the SEND.
 
+    .. math::
+        \text{idle}_r = \text{makespan} - \text{busy}_r, \qquad
+        \text{own\_idle}_r = \text{last end}_r - \text{first start}_r - \text{busy}_r
+
     Args:
         schedule: the schedule.
         costs: of its actions and links; F = I = W = 1 if None.
@@ -198,7 +228,7 @@ def simulate(
         33.0
     """
     lowered = schedule.lower()
-    arguments = (_values(costs), links, max_pending)
+    arguments = (_values(costs), *_links("simulate", links, max_pending))
     found = checked(lambda: lowered.native.simulate(*arguments, False))
     makespan, busy, idle, own_idle, peak_bytes, lower_bound, _ = found
     return Simulation(
@@ -208,3 +238,7 @@ def simulate(
 
 def _values(costs: Costs | None) -> dict[str, list[float]]:
     return {} if costs is None else costs.values()
+
+
+def _links(op: str, links: str, max_pending: int) -> tuple[str, int]:
+    return words(op, links, "links"), whole(op, max_pending, "max_pending")

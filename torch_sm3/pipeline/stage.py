@@ -21,6 +21,12 @@ class Stage:
     its positional arguments, stage 0 with the inputs of the step. Then follow what
     ``data`` picks, routed values and its own keyword arguments.
 
+    Where the schedule pairs a forward of this stage with a backward, as ``dualpipe_v``
+    does, a module with a method ``overlap_f_b(backward, *args, **kwargs)`` gets the
+    arguments of its forward and a function; it returns what its forward would and calls
+    ``backward()`` once, where the backward of the other microbatch fits best. Without
+    such a method the forward runs first and the backward after it.
+
     Args:
         module: the part. A ``DistributedDataParallel`` is unwrapped: the runner
             reduces gradients once per step, see its ``data_parallel`` and ``hook``.
@@ -94,6 +100,12 @@ class Stage:
     def parameter(self, name: str) -> torch.nn.Parameter:
         """Return the parameter of a dotted name, such as one in ``tied``."""
         return self.module.get_parameter(name)
+
+    @property
+    def fused(self) -> Callable[..., Any] | None:
+        """The module's ``overlap_f_b``, None if it has no such method."""
+        method: Callable[..., Any] | None = getattr(self.module, "overlap_f_b", None)
+        return method
 
     def keys_to(self, target: int) -> list[str]:
         """Return the keys whose values are routed to a stage."""

@@ -141,6 +141,23 @@ def load_trace(path: str | Path) -> Costs:
 
     Raises:
         ValueError: if the file is no such trace.
+
+    Example::
+
+        >>> import tempfile
+        >>> from torch_sm3.pipeline.trace import load_trace
+        >>> import torch
+        >>> from torch_sm3.pipeline import PipelineRunner, Stage, plan
+        >>> runner = PipelineRunner(
+        ...     [Stage(torch.nn.Linear(4, 1), 0)], plan("none", 1, 2),
+        ...     loss_fn=torch.nn.functional.mse_loss, trace=True)
+        >>> result = runner.step(torch.randn(6, 4), target=torch.randn(6, 1))
+        >>> with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        ...     runner.save_trace(file.name)
+        ...     schedule = plan("1f1b", 4, 8, costs=load_trace(file.name))
+        >>> schedule.ranks
+        4
+        >>> runner.close()
     """
     return Trace.load(path).costs()
 
@@ -182,7 +199,8 @@ def collect(
 ) -> Trace | None:
     r"""Bring the stamps of all ranks together; every rank calls it.
 
-    Clocks are aligned with that of rank 0 first, by messages there and back.
+    Clocks are aligned with that of the last stage's rank first, by messages there and
+    back; all control messages go there or come from there.
 
     Args:
         recorder: that of this rank.
@@ -195,33 +213,36 @@ def collect(
     Returns:
         The trace on rank 0, or everywhere; None elsewhere.
     """
-    own = list(recorder.steps)
+    own, hub = list(recorder.steps), schedule.placement[-1]
+    readers = range(schedule.ranks) if everywhere else (0,)
     packed = [_pack(own, 0)]
-    if links is not None and rank == 0:
-        others = range(1, schedule.ranks)
+    if links is not None and rank == hub:
+        others = [peer for peer in range(schedule.ranks) if peer != hub]
         for peer in others:
             _answer(peer, links)
-        packed += [links.hear(peer) for peer in others]
-        for peer in others if everywhere else ():
-            links.tell(peer, packed)
+        heard = {peer: links.hear(peer) for peer in others} | {hub: packed[0]}
+        packed = [heard[peer] for peer in range(schedule.ranks)]
+        for peer in readers:
+            if peer != hub:
+                links.tell(peer, packed)
     elif links is not None:
-        offset = _align(links)
+        offset = _align(hub, links)
         moved = [stamps.shifted(offset.nanoseconds) for stamps in own]
-        links.tell(0, _pack(moved, offset.error))
-        if not everywhere:
-            return None
-        packed = links.hear(0)
+        links.tell(hub, _pack(moved, offset.error))
+        packed = links.hear(hub) if rank in readers else []
+    if rank not in readers:
+        return None
     steps = [[_unpack(*stamps) for stamps in each] for _, each in packed]
     return Trace(schedule, steps, [error for error, _ in packed], max_pending)
 
 
-def _align(links: Talk) -> Offset:
-    """Return how far the clock of rank 0 is ahead of this one."""
+def _align(hub: int, links: Talk) -> Offset:
+    """Return how far the hub's clock is ahead of this one."""
     samples = []
     for _ in range(_ROUNDS):
         t0 = time.monotonic_ns()
-        links.tell(0, None)
-        t1, t2 = links.hear(0)
+        links.tell(hub, None)
+        t1, t2 = links.hear(hub)
         samples.append((t0, t1, t2, time.monotonic_ns()))
     return estimate_offset(samples)
 

@@ -15,7 +15,7 @@
 namespace torch_sm3::pipeline {
 namespace {
 
-// Operation, stage, microbatch and number of the route or -1.
+// Operation, stage, microbatch and flags of an Action.
 using Item = std::tuple<std::string, int64_t, int64_t, int64_t>;
 using Pair = std::tuple<int64_t, int64_t>;
 
@@ -61,11 +61,11 @@ Schedule schedule_of(
         {static_cast<uint16_t>(source), static_cast<uint16_t>(target)});
   }
   schedule.rows.resize(schedule.ranks);
-  for (const auto& [op, stage, microbatch, route] : row) {
+  for (const auto& [op, stage, microbatch, flags] : row) {
     schedule.rows.at(static_cast<size_t>(rank))
         .push_back(
             {op_of(op),
-             static_cast<uint8_t>(route + 1),
+             static_cast<uint8_t>(flags),
              static_cast<uint16_t>(stage),
              static_cast<uint32_t>(microbatch)});
   }
@@ -95,6 +95,15 @@ class PipelineMachine : public torch::CustomClassHolder {
   // "auto", "always" or "never".
   void set_split(int64_t stage, const std::string& split) {
     machine_.set_split(static_cast<uint16_t>(stage), split_of(split));
+  }
+
+  void set_fused(int64_t stage) {
+    machine_.set_fused(static_cast<uint16_t>(stage));
+  }
+
+  // The backward beside the forward of a stage that `set_fused` named.
+  void overlap() {
+    machine_.overlap();
   }
 
   void begin(bool training, std::vector<double> weights) {
@@ -222,6 +231,8 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
               std::optional<c10::intrusive_ptr<PipelineTransport>>,
               std::vector<std::string>>())
       .def("set_split", &PipelineMachine::set_split)
+      .def("set_fused", &PipelineMachine::set_fused)
+      .def("overlap", &PipelineMachine::overlap)
       .def("begin", &PipelineMachine::begin)
       .def("resume", &PipelineMachine::resume)
       .def("fail", &PipelineMachine::fail)

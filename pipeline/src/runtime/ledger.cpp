@@ -46,7 +46,9 @@ void Ledger::settle(Cell cell) {
 }
 
 void Ledger::drop(Cell cell, const at::Tensor& tensor) {
-  accounts_[cell].drop(tensor);
+  if (tensor.has_storage()) {
+    accounts_[cell].drop(tensor.storage().unsafeGetStorageImpl());
+  }
 }
 
 void Ledger::made(
@@ -69,11 +71,23 @@ void Ledger::made(
 
 void Ledger::used(const Message& message) {
   const auto found = made_.find(message);
-  if (found != made_.end()) {
-    const Cell cell = found->second.cell;
-    made_.erase(found);
-    refresh(cell);
+  if (found == made_.end()) {
+    return;
   }
+  const Parcel parcel = std::move(found->second);
+  made_.erase(found);
+  const auto account = accounts_.find(parcel.cell);
+  if (account == accounts_.end()) {
+    return;
+  }
+  // A value is copied for its consumer, a gradient becomes the consumer's.
+  const bool gradient = std::get<1>(message) > std::get<2>(message);
+  for (const Part& part : parcel.parts) {
+    if (gradient) {
+      account->second.drop(part.address());
+    }
+  }
+  account->second.refresh();
 }
 
 void Ledger::sent(const Message& message, int64_t peer) {

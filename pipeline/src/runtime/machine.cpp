@@ -43,6 +43,8 @@ void Machine::forget() {
   request_.clear();
   results_.clear();
   graphs_.clear();
+  beside_.reset();
+  aside_ = 0;
   forget_watched();
 }
 
@@ -62,7 +64,11 @@ Request Machine::resume(std::vector<Packed> answer, double seconds) {
         break;
       case Progress::kAsk:
         asked_ = true;
-        return {Request::Kind::kUser, at_, failed(), std::move(request_)};
+        return {
+            beside_ ? Request::Kind::kPair : Request::Kind::kUser,
+            at_,
+            failed(),
+            std::move(request_)};
       case Progress::kWait:
         return {Request::Kind::kWait, at_, failed(), {}};
       case Progress::kLost:
@@ -77,7 +83,7 @@ void Machine::fail(const std::string& error_type, const std::string& message) {
       at_ < program_->row().size(),
       "PipelineRunner: expected an action that failed, but all are done");
   asked_ = false;
-  const auto index = static_cast<int64_t>(at_);
+  const auto index = static_cast<int64_t>(current());
   const Action now = action();
   if (now.op >= Op::kReduceGrad) {
     finish(); // no communication of ours belongs to it
@@ -111,7 +117,8 @@ void Machine::abandon(Failure why) {
 // Goes on to the next action.
 void Machine::finish() {
   watch_end();
-  ++at_;
+  at_ += beside_ ? 2 : 1;
+  beside_.reset();
 }
 
 Header Machine::header(const Way& way, uint32_t microbatch) const {
@@ -127,7 +134,7 @@ Machine::Progress Machine::run(double seconds) {
     case Op::kIdle:
       return Progress::kNext;
     case Op::kForward:
-      return forward(seconds);
+      return is_pair() ? pair(seconds) : forward(seconds);
     case Op::kBackward:
     case Op::kBackwardInput:
       return backward(seconds);

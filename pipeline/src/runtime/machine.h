@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -27,6 +28,7 @@ struct Request {
     kUser = 1, // user code of the action is due
     kDone = 2,
     kLost = 3, // the links are lost: see Transport::failure
+    kPair = 4, // as kUser, and the backward beside the forward: `overlap`
   };
   Kind kind = Kind::kDone;
   size_t index = 0; // of the action in the row
@@ -63,6 +65,12 @@ class Machine {
     splits_[stage] = split;
   }
 
+  // Whether the forwards of a stage and the backwards paired with them are one
+  // call each.
+  void set_fused(uint16_t stage) {
+    fused_.insert(stage);
+  }
+
   // Begins a step, or an eval if not `training`; the transport must have begun.
   // `weights` are the factors of the microbatches' losses in the gradients, for
   // the rank of the last stage.
@@ -71,6 +79,10 @@ class Machine {
   // Goes on with the answer to the last request until there is another one;
   // waits for a message no longer than `seconds`.
   Request resume(std::vector<Packed> answer, double seconds);
+
+  // Runs the backward beside the forward of a kPair request, once and before
+  // its answer; what it needs is here.
+  void overlap();
 
   // Notes that the action at hand failed.
   void fail(const std::string& error_type, const std::string& message);
@@ -142,11 +154,22 @@ class Machine {
     at::Tensor seed; // of the last stage: where its backward starts
   };
 
+  // The backward beside the forward at hand.
+  struct Beside {
+    std::vector<Incoming> incoming;
+    bool begun = false;
+    bool done = false;
+  };
+
   static Key key(const Way& way, uint32_t microbatch) {
     return {way.channel, way.source, way.target, microbatch};
   }
+  // The action at hand.
+  size_t current() const {
+    return at_ + aside_;
+  }
   Action action() const {
-    return program_->row()[at_];
+    return program_->row()[current()];
   }
   Header header(const Way& way, uint32_t microbatch) const;
   void announce();
@@ -154,12 +177,16 @@ class Machine {
   Cell cell() const {
     return {action().stage, action().microbatch};
   }
+  bool is_pair() const;
   void finish();
 
   // What traces and profilers see; nothing is done without one.
   void watch_begin();
   void watch_ready(const std::vector<Incoming>& incoming);
   void watch_end();
+  void watch_stop();
+  void watch_aside();
+  void watch_again();
   void watch_asked(const Way& way);
   void watch_arrived(const Way& way, const std::vector<at::Tensor>& tensors);
   void watch_made(const Way& way, const std::vector<at::Tensor>& tensors);
@@ -173,7 +200,9 @@ class Machine {
   Progress pass(double seconds);
   void take_answer(std::vector<Packed> answer);
   Progress forward(double seconds);
+  Progress pair(double seconds);
   Progress backward(double seconds);
+  void run_backward(const std::vector<Incoming>& incoming);
   Progress send(double seconds);
   Progress send_poison(double seconds);
   void receive();
@@ -182,6 +211,7 @@ class Machine {
       const std::vector<Way>& ways,
       double seconds,
       std::vector<Incoming>* values);
+  void take(const std::vector<Way>& ways, std::vector<Incoming>* values);
   Progress await(const std::vector<Way>& ways, double seconds);
   Incoming take_local(const Way& way);
   std::optional<Message> take_message(const Way& way);
@@ -207,6 +237,7 @@ class Machine {
   std::optional<at::RecordFunction> span_; // of the action at hand
   std::vector<double> weights_;
   size_t at_ = 0;
+  size_t aside_ = 0; // 1 while the backward beside a forward is at hand
   bool asked_ = false;
   std::vector<Packed> request_;
   std::optional<std::pair<Failure, int64_t>> failure_;
@@ -217,6 +248,8 @@ class Machine {
   // What backwards need.
   std::map<Cell, Graph> graphs_;
   std::map<uint16_t, Split> splits_;
+  std::set<uint16_t> fused_;
+  std::optional<Beside> beside_;
 };
 
 } // namespace torch_sm3::pipeline

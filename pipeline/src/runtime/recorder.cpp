@@ -67,10 +67,6 @@ void Account::add(const at::Tensor& tensor) {
   }
 }
 
-void Account::drop(const at::Tensor& tensor) {
-  storages_.erase(storage_of(tensor));
-}
-
 int64_t Account::bytes_of(const c10::StorageImpl* storage) const {
   const auto found = storages_.find(storage);
   return found == storages_.end() || found->second.expired()

@@ -19,7 +19,9 @@ class Account {
  public:
   void add(const at::Tensor& tensor);
   // No longer counts what is not an activation, such as a weight's gradient.
-  void drop(const at::Tensor& tensor);
+  void drop(const c10::StorageImpl* storage) {
+    storages_.erase(storage);
+  }
   // Whether a storage counted when `refresh` ran, or was added since.
   bool knows(const c10::StorageImpl* storage) const {
     return storages_.count(storage) > 0;

@@ -99,13 +99,14 @@ Memory::Change Memory::change(Action action) {
   return send(index, action.microbatch);
 }
 
-// The end of an activation leaves what is still to be sent.
+// A backward leaves what is still to be sent. Its first part, too: the output
+// was saved by a node that has run by then.
 Memory::Change Memory::compute(Action action) {
   Change change = of(action.op, action.stage);
   const uint32_t index =
       program_.edge_of({Op::kSendForward, 0, action.stage, 0});
   const bool ends =
-      action.op == Op::kBackward || action.op == Op::kBackwardWeight;
+      action.op == Op::kBackward || action.op == Op::kBackwardInput;
   if (ends && shared_[index] > 0 &&
       unsettled_.erase(program_.slot(index, action.microbatch)) > 0) {
     change.gives -= shared_[index];

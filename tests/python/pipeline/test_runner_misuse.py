@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import pipeline_ranks_precision as ranks_precision
+from helpers import pipeline_ranks_misuse as ranks_misuse
 from helpers.pipeline_chain import batches, chain, runner_of
 from helpers.pool import Pools
 from torch import nn
@@ -19,17 +19,48 @@ def test_two_runners_at_once_on_one_group(pools: Pools) -> None:
         "one; call one after the other, or give each runner a group of its own"
     )
     # The last rank runs the loss, from which it calls the second runner as well.
-    assert pools(2).run(ranks_precision.nested) == [[text], [text] * 3]
+    assert pools(2).run(ranks_misuse.nested) == [[text], [text] * 3]
 
 
 def test_a_sharded_stage_needs_unshard(pools: Pools) -> None:
-    ((without, with_it),) = pools(1).run(ranks_precision.sharded)
+    ((without, with_it),) = pools(1).run(ranks_misuse.sharded)
     assert "expected UNSHARD and RESHARD actions for stage 0" in without
     assert with_it == "fine"
 
 
+def test_optimizer_steps_that_do_not_fit_are_named_on_all_ranks(pools: Pools) -> None:
+    first, second, third = pools(3).run(ranks_misuse.wrong_steps)
+    assert first == second == third
+    for text, wanted in zip(
+        first,
+        [
+            "ValueError optimizer_step: expected max_norm of at least 0, but got -1.0 "
+            "(argument 'max_norm')",
+            "at least 0, but got 'big'",
+            "TypeError optimizer_step: expected a torch.optim.Optimizer, but got "
+            "NoneType (argument 'optimizer')",
+            "expected max_norm None as on rank 0, but got 1.0 on rank 1",
+            "expected scaler True as on rank 0, but got False on rank 1",
+            "expected max_norm 1.0 as on rank 0, but got 2.0 on rank 1",
+            "ValueError optimizer_step: expected max_norm 1.0 as on rank 0",
+            "True",
+        ],
+        strict=True,
+    ):
+        assert wanted in text, text
+
+
+def test_unshard_and_reshard_reach_all_modules_of_a_stage(pools: Pools) -> None:
+    calls = ["UNSHARD", "RESHARD"]
+    assert pools(1).run(ranks_misuse.gathered) == [[calls, calls]]
+
+
+def test_stages_sharded_over_replicas_have_their_mean_gradient(pools: Pools) -> None:
+    assert pools(4).run(ranks_misuse.fully_sharded) == [[]] * 4
+
+
 def test_options_are_checked_on_all_ranks(pools: Pools) -> None:
-    first, second = pools(2).run(ranks_precision.wrong_options)
+    first, second = pools(2).run(ranks_misuse.wrong_options)
     assert first == second
     for text, part in zip(
         first,

@@ -165,8 +165,8 @@ def test_the_loss_is_part_of_the_last_stage() -> None:
         loss_fn=nn.functional.mse_loss,
         repeats=1,
     )
-    # Its input, and the prediction that the loss keeps.
-    assert costs.activation_bytes[1] == 2 * BYTES
+    # Its input, the prediction that the loss keeps, and a copy of the loss.
+    assert costs.activation_bytes[1] == 2 * BYTES + 4
 
 
 def test_values_travel_as_in_a_runner() -> None:
@@ -192,7 +192,10 @@ def test_values_travel_as_in_a_runner() -> None:
 def test_routes_data_and_keyword_arguments_travel_as_in_a_runner() -> None:
     class Head(nn.Module):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"skip": x[:2].clone().requires_grad_() * 2, "main": x * 1}
+            return {
+                "skip": x[:2].clone().requires_grad_() * 2,
+                "main": (x * 1).requires_grad_(),
+            }
 
     class Middle(nn.Module):
         def forward(
@@ -227,6 +230,18 @@ def test_a_loss_over_tokens_comes_with_their_count() -> None:
     sample = torch.randn(ROWS, WIDTH)
     costs = profile(stages(linear()), sample, target=sample, loss_fn=loss_fn, repeats=1)
     assert costs.B[0] > 0
+
+
+def test_a_reentrant_checkpoint_may_be_followed_by_layers() -> None:
+    tail = nn.Sequential(Checkpointed(True), nn.Tanh(), linear())
+    costs = profile(
+        stages(linear(), tail),
+        torch.randn(ROWS, WIDTH),
+        target=torch.randn(ROWS, WIDTH),
+        loss_fn=nn.functional.mse_loss,
+        repeats=1,
+    )
+    assert costs.B[1] > 0 and costs.I[1] == costs.B[1]
 
 
 def test_a_stage_that_must_not_be_split_runs_whole_in_i() -> None:
