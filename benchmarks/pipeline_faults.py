@@ -16,8 +16,9 @@ import argparse
 from typing import Any
 
 from _crew import Crew
-from _drills import FAULTS, RANKS, Drill, Outcome, drills, perform
+from _drills import FAULTS, Outcome, drills, perform
 from _report import Figure, arguments, finish
+from _triggers import RANKS, Drill
 
 WITHIN = 10.0
 PATIENCE = 100.0
