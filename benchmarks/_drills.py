@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -15,15 +11,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from _crew import Place
-from torch import nn
+from _triggers import (
+    MICROBATCHES,
+    RANKS,
+    ROWS,
+    WIDTH,
+    Drill,
+    Trigger,
+    Watched,
+    Watching,
+)
 
 from torch_sm3.pipeline import PipelineError, PipelineRunner, Stage, plan
 
-RANKS = 4
-MICROBATCHES = 6
-ROWS, WIDTH = 256, 128  # 128 KiB: a message that does not travel with its header
 TIMEOUT = 2.0
-NAP = 1.5
 
 FAULTS = ("raise", "exit", "kill", "stop")
 PHASES = (
@@ -32,31 +33,13 @@ PHASES = (
 KINDS = {"B": ("1f1b", "gpipe"), "I": ("zb_h1", "zb_h2"), "send": ("gpipe",)}
 
 
-class Drill(NamedTuple):
-    """What is to go wrong.
-
-    Attributes:
-        fault: one of ``FAULTS``.
-        phase: one of ``PHASES``.
-        rank: where.
-        kind: of the schedule.
-        microbatch: the first one is in the warm-up, the last one in the cool-down.
-    """
-
-    fault: str
-    phase: str
-    rank: int
-    kind: str
-    microbatch: int
-
-
 class Outcome(NamedTuple):
     """What a rank saw.
 
     Attributes:
-        error: rank, stage, microbatch, action, type and message.
+        error: rank, stage, microbatch, action, type, message and replica.
         when: time at which it was raised.
-        clean: whether no gradient was left.
+        clean: whether no gradient of a step that failed was left.
         again: whether the next step raised, where the runner is of no use any more,
             and where a process or a message was lost, the same.
         sound: whether the next step had the bits of an undisturbed run.
@@ -91,126 +74,6 @@ def drills(every: bool) -> Iterator[Drill]:
             kinds = KINDS.get(phase, ("1f1b", "zb_h1", "gpipe"))
             microbatch = (0, MICROBATCHES // 2, MICROBATCHES - 1)[turn % 3]
             yield Drill(fault, phase, rank, kinds[turn % len(kinds)], microbatch)
-
-
-class Trigger:
-    """Cause the fault when its place comes.
-
-    Args:
-        drill: what is to go wrong.
-        place: of this rank.
-    """
-
-    def __init__(self, drill: Drill, place: Place) -> None:
-        self._drill = drill
-        self._place = place
-        self._nap = ""
-        self.armed = False
-
-    def arm(self) -> None:
-        """Let the next step be the one that goes wrong."""
-        drill, rank = self._drill, self._place.rank
-        self.armed = rank == drill.rank
-        self._nap = ""
-        if drill.phase not in ("send", "recv"):
-            return
-        # A neighbour naps, so that this rank waits for it when the fault comes.
-        last = drill.rank == RANKS - 1
-        if drill.phase == "send":
-            napper = drill.rank - 1 if last else drill.rank + 1
-            self._nap = ("B" if last else "F") * (rank == napper)
-        else:
-            self._nap = "F" * (rank == (drill.rank - 1 if drill.rank else 1))
-        if self.armed:
-            threading.Timer(NAP / 2, self._strike).start()
-
-    def disarm(self) -> None:
-        """Let the next step be like any other."""
-        self.armed, self._nap = False, ""
-
-    def at(self, phase: str, microbatch: int) -> None:
-        """Be at a place where the fault may be due."""
-        if self._nap == phase and microbatch == 0:
-            time.sleep(NAP)
-        due = self._drill.phase, self._drill.microbatch
-        if self.armed and due == (phase, microbatch):
-            self._strike()
-
-    def back(self, microbatch: int, gradient: torch.Tensor) -> None:
-        """Be at the backward of a microbatch, or at its way to the inputs."""
-        self.at("I" if self._drill.phase == "I" else "B", microbatch)
-
-    def _strike(self) -> None:
-        self.armed = False
-        self._place.tell(time.monotonic())
-        if self._drill.fault == "exit":
-            os._exit(3)
-        elif self._drill.fault in ("kill", "stop"):
-            stop = self._drill.fault == "stop"
-            os.kill(os.getpid(), signal.SIGSTOP if stop else signal.SIGKILL)
-        elif threading.current_thread() is threading.main_thread():
-            raise ArithmeticError("drill")
-        else:
-            os.kill(os.getpid(), signal.SIGINT)  # raises in a wait of the library
-
-
-class Watched(nn.Module):
-    """A stage that tells a trigger where it is.
-
-    Args:
-        index: of the stage; equal indices have equal weights.
-        trigger: to be told, or None.
-    """
-
-    def __init__(self, index: int, trigger: Trigger | None = None) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(index)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        with torch.no_grad():
-            for parameter in self.linear.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
-        self.trigger = trigger
-        self.counts = {"data": 0, "F": 0, "W": 0}
-        self.linear.weight.register_post_accumulate_grad_hook(self._accumulated)
-
-    def begin(self) -> None:
-        """Count from zero."""
-        self.counts = dict.fromkeys(self.counts, 0)
-
-    def count(self, phase: str) -> int:
-        """Be at the next microbatch of a phase."""
-        now = self.counts[phase]
-        self.counts[phase] += 1
-        if self.trigger is not None:
-            self.trigger.at(phase, now)
-        return now
-
-    def _accumulated(self, weight: torch.Tensor) -> None:
-        self.count("W")
-
-    def pick(self, item: Any) -> Any:
-        """Take this stage's part of an item."""
-        self.count("data")
-        return item
-
-    def forward(self, *values: torch.Tensor) -> torch.Tensor:
-        """Mix what came from the stage before with the item's part."""
-        now = self.count("F")
-        y = torch.tanh(self.linear(values[0])) + values[-1]
-        if self.trigger is not None and y.requires_grad:
-            y.register_hook(functools.partial(self.trigger.back, now))
-        return y
-
-
-class Watching(torch.optim.SGD):
-    """An optimizer that tells a trigger when it steps."""
-
-    trigger: Trigger
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Tell, then step."""
-        self.trigger.at("optim", 0)
-        super().step()
 
 
 def squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -283,8 +146,6 @@ class Bench:
             self.trigger.at("between", self.drill.microbatch)
             self.step()
             if self.drill.phase == "optim":
-                # The first "optim" is due here, whatever the microbatch.
-                self.trigger._drill = self.drill._replace(microbatch=0)
                 self.runner.optimizer_step(self.optimizer)
             self.step()  # what a rank meets that still runs when another is gone
         except PipelineError as error:
@@ -342,6 +203,7 @@ def fields(error: PipelineError) -> tuple[Any, ...]:
         error.action,
         error.error_type,
         error.message,
+        error.replica,
     )
 
 
@@ -360,7 +222,9 @@ def perform(place: Place, drill: Drill) -> Outcome:
     before = bench.sound()
     error = bench.disturbed()
     when = time.monotonic()
-    clean = all(p.grad is None for p in bench.module.parameters())
+    # The gradients of an optimizer that failed are those of a good step.
+    stepped = drill.phase == "optim" and drill.fault == "raise"
+    clean = stepped or all(p.grad is None for p in bench.module.parameters())
     if drill.fault == "raise":
         again = True
         if drill.phase == "hook":
