@@ -124,7 +124,7 @@ docs: build $(HAS_DOCS) ## Build the documentation (docs/_build/html); warnings 
 
 CXX_FILES = $$(git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
 
-lint: $(HAS_LINT) ## Run ruff, mypy, clang-format, clang-tidy, check the arrows of the design
+lint: $(HAS_LINT) ## Run ruff, mypy, clang-format, clang-tidy, check the arrows of the design and the one-definition rule
 	@echo "== ruff"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -134,6 +134,8 @@ lint: $(HAS_LINT) ## Run ruff, mypy, clang-format, clang-tidy, check the arrows 
 	@$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	@echo "== arrows"
 	$(BIN)/python tests/helpers/arrows.py
+	@echo "== one definition of each class"
+	$(BIN)/python tests/helpers/definitions.py
 	@echo "== mypy"
 	$(BIN)/mypy
 	@echo "== clang-tidy"

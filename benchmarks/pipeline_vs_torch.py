@@ -5,7 +5,9 @@ Two Gloo processes, one thread each, run the same model on the same batch; the t
 runners take turns, step by step, so that both see the same machine. A step ends when
 the slower rank has ended. The gradients of both are compared first. Kinds that only
 torch plans are run from the CSV that torch writes; what torch cannot run over Gloo is
-reported and not counted.
+reported and not counted. The overhead is what a step takes beyond the makespan of its
+schedule without any, simulated with the times of forwards and backwards alone, per
+forward or backward of one rank.
 
     python benchmarks/pipeline_vs_torch.py --json pipeline_vs_torch.json
 """
@@ -17,7 +19,7 @@ import inspect
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +31,7 @@ from _report import Figure, arguments, finish
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from torch_sm3.pipeline import PipelineRunner, Schedule, Stage, plan
+from torch_sm3.pipeline import Costs, PipelineRunner, Schedule, Stage, plan, simulate
 
 RANKS = 2
 # Over Gloo a schedule that cannot run waits for ever.
@@ -154,15 +156,55 @@ def try_torch(case: Case, problem: Problem) -> bool:
     return True
 
 
-def compare(case: Case, problem: Problem) -> dict[str, float]:
-    """Compare the gradients of both, then measure; milliseconds of each."""
+def alone(module: nn.Module, problem: Problem) -> tuple[float, float]:
+    """Return the seconds of a forward and of a backward of one stage."""
+    forwards, backwards = [], []
+    x = torch.randn(problem.rows, problem.hidden, requires_grad=True)
+    dist.barrier()
+    for _ in range(problem.microbatches):
+        start = time.perf_counter()
+        output = module(x)
+        between = time.perf_counter()
+        output.backward(torch.ones_like(output))
+        forwards.append(between - start)
+        backwards.append(time.perf_counter() - between)
+    module.zero_grad()
+    return statistics.median(forwards), statistics.median(backwards)
+
+
+def overhead(
+    schedule: Schedule, F: float, B: float, seconds: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the microseconds of each runner per forward or backward of one rank.
+
+    Args:
+        schedule: what both run.
+        F: seconds of a forward.
+        B: seconds of a backward; each half of one that is split takes half of it.
+        seconds: of a step of each.
+    """
+    ideal = simulate(schedule, Costs(F=F, I=B / 2, W=B / 2, B=B)).makespan
+    most = max(
+        sum(action.op in ("F", "B", "I", "W") for action in schedule.actions(rank))
+        for rank in range(schedule.ranks)
+    )
+    return {name: 1e6 * (took - ideal) / most for name, took in seconds.items()}
+
+
+def compare(case: Case, problem: Problem) -> dict[str, dict[str, float]]:
+    """Compare the gradients of both, then measure.
+
+    Returns:
+        Of each runner the milliseconds of a step and the microseconds of overhead.
+    """
     m = problem.microbatches
     x, y = batch(problem)
     mine, theirs = make_stages(case, problem), make_stages(case, problem)
     schedule = torch_schedule(case, theirs, m)
+    ours = our_schedule(case, schedule, m)
     runner = PipelineRunner(
         [Stage(module, index) for index, module in mine.items()],
-        our_schedule(case, schedule, m),
+        ours,
         loss_fn=nn.functional.mse_loss,
     )
     steps: dict[str, Callable[[], object]] = {
@@ -189,7 +231,12 @@ def compare(case: Case, problem: Problem) -> dict[str, float]:
             if count >= problem.warmup:
                 seconds[name].append(took.item())
     runner.close()
-    return {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    F, B = alone(mine[min(mine)], problem)
+    return {
+        "milliseconds": {name: 1e3 * median for name, median in medians.items()},
+        "overhead_us": overhead(ours, F, B, medians),
+    }
 
 
 def reason(error: Exception) -> str:
@@ -233,9 +280,14 @@ def main() -> None:
             least = 1.15 if hidden <= 64 and options.microbatches == 32 else 1.0
             ratio = 0.0
             try:
-                ms = run(RANKS, compare, case, problem, patience=PATIENCE)
+                row |= run(RANKS, compare, case, problem, patience=PATIENCE)
+                ms, extra = row["milliseconds"], row["overhead_us"]
                 ratio = ms["torch"] / ms["torch_sm3"]
-                row["milliseconds"] = ms
+                both = ", ".join(
+                    f"{who} {ms[who]:.1f} ms a step, {extra[who]:.0f} us per action"
+                    for who in ms
+                )
+                print(f"{name}: {both}", flush=True)
             except Exception as error:
                 row["torch_sm3_cannot"] = reason(error)
                 print(f"{name}: torch_sm3 cannot: {reason(error)}", flush=True)

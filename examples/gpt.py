@@ -152,7 +152,7 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model, or one pipeline stage of it.
+    """The model, or the pipeline stages of one rank.
 
     Args:
         shape: sizes and kind of blocks.
@@ -167,6 +167,7 @@ class GPT(nn.Module):
                 f"got {shape.depth} (argument '--depth')"
             )
         self.shape = shape
+        self.last = stages - 1
         # Shared by all layers and no buffer: it is neither trained nor broadcast.
         self.bias = alibi(shape.heads, shape.context)
         self.embedding: nn.Embedding | None = nn.Embedding(
@@ -184,23 +185,48 @@ class GPT(nn.Module):
             self.runs[str(i)] = run
         initialise(self, shape.depth)
 
-    def keep_stage(self, index: int) -> GPT:
-        """Drop all but one stage, in place; the names of its parameters stay."""
-        if index > 0:
+    def keep_stages(self, *indices: int) -> GPT:
+        """Drop all other stages, in place; the names of the parameters stay."""
+        if 0 not in indices:
             self.embedding = None
-        if index < len(self.runs) - 1:
+        if self.last not in indices:
             self.head = None
         for name in list(self.runs):
-            if name != str(index):
+            if int(name) not in indices:
                 del self.runs[name]
         return self
 
+    def stage(self, index: int) -> Part:
+        """Return one stage, whose parameters stay those of this model."""
+        return Part(
+            self.embedding if index == 0 else None,
+            self.runs[str(index)],
+            self.head if index == self.last else None,
+        )
+
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, tokens) to logits; a stage maps what it gets to what it sends."""
+        """Map (batch, tokens) to logits."""
         if self.embedding is not None:
             x = self.embedding(x)
         for run in self.runs.values():
             x = run(x)
+        return x if self.head is None else self.head(x)
+
+
+class Part(nn.Module):
+    """One stage: a run of blocks, the embedding before the first, the head at last."""
+
+    def __init__(
+        self, embedding: nn.Embedding | None, run: nn.Module, head: Head | None
+    ) -> None:
+        super().__init__()
+        self.embedding, self.run, self.head = embedding, run, head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map what the stage gets to what it sends, at last to logits."""
+        if self.embedding is not None:
+            x = self.embedding(x)
+        x = self.run(x)
         return x if self.head is None else self.head(x)
 
 

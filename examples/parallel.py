@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -35,6 +37,12 @@ class Parallel(Protocol):
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         """Leave gradients in ``.grad`` and return the mean loss of all rows."""
 
+    def update(self, optimizer: Optimizer) -> None:
+        """Step what :meth:`optimizer` returned."""
+
+    def settle(self) -> None:
+        """Make the parameters final, before they are read; collective."""
+
     def evaluate(self, tokens: Tensor, targets: Tensor) -> float:
         """Return the mean loss of all rows."""
 
@@ -43,6 +51,9 @@ class Parallel(Protocol):
 
     def probe(self, tokens: Tensor, targets: Tensor) -> tuple[int, int]:
         """Count live bytes over one step; see :func:`counted`."""
+
+    def trace(self, path: Path) -> str | None:
+        """Write a trace and return a report, if there is one; collective."""
 
     def close(self) -> None:
         """Give back what is held; collective."""
@@ -111,6 +122,13 @@ class Replicas:
         loss.backward()
         return self._mean(loss)
 
+    def update(self, optimizer: Optimizer) -> None:
+        """Step the optimizer."""
+        optimizer.step()
+
+    def settle(self) -> None:
+        """Do nothing: a step is final."""
+
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor) -> float:
         """Return the mean loss of all ranks' rows."""
@@ -131,6 +149,10 @@ class Replicas:
 
         return counted(self.model, (tokens, targets), step)
 
+    def trace(self, path: Path) -> str | None:
+        """Return nothing: DDP has no schedule."""
+        return None
+
     def close(self) -> None:
         """Stop the worker that combines."""
         for worker in (self.state, self.delta):
@@ -139,20 +161,31 @@ class Replicas:
 
 
 class Stages:
-    """Pipeline: every rank has a part of the blocks and sees all rows, under 1F1B."""
+    """Pipeline: every rank has a part of the blocks, or several, and sees all rows.
+
+    Args:
+        shape: of the model.
+        args: of the command line, what begins with the schedule.
+    """
 
     replicas = False
     local_states = True
     part = (0, 1)
 
-    def __init__(self, shape: Shape, microbatches: int) -> None:
+    def __init__(self, shape: Shape, args: argparse.Namespace) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        self.model = GPT(shape, stages=size).keep_stage(rank)
+        schedule = plan(args.pipeline, size, args.microbatches, chunks=args.chunks)
+        own = [s for s, place in enumerate(schedule.placement) if place == rank]
+        self.model = GPT(shape, stages=schedule.stages).keep_stages(*own)
+        self.parts = [self.model.stage(s) for s in own]
+        self.clip, self.post_validate = args.clip, args.post_validate
+        self.traced = args.trace
         self.runner = PipelineRunner(
-            [Stage(self.model, rank)],
-            plan("1f1b", ranks=size, microbatches=microbatches),
+            [Stage(part, s) for part, s in zip(self.parts, own, strict=True)],
+            schedule,
             loss_fn=loss_of,
             loss_reduction="mean",
+            trace=args.trace,
         )
 
     def optimizer(self, own: Optimizer) -> Optimizer:
@@ -160,11 +193,21 @@ class Stages:
         return own
 
     def equalize(self) -> None:
-        """Do nothing: no two stages hold the same parameters."""
+        """Do nothing: no two ranks hold the same parameters."""
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         """Leave this stage's gradients in ``.grad`` and return the mean loss."""
         return self._loss(self.runner.step(tokens, target=targets))
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Step the rank's optimizer, clipped by the norm of all stages if asked for."""
+        self.runner.optimizer_step(
+            optimizer, max_norm=self.clip, post_validate=self.post_validate
+        )
+
+    def settle(self) -> None:
+        """Validate a step that was taken first."""
+        self.runner.flush()
 
     def evaluate(self, tokens: Tensor, targets: Tensor) -> float:
         """Return the mean loss of all rows."""
@@ -176,16 +219,27 @@ class Stages:
         return result.loss.item()
 
     def probe(self, tokens: Tensor, targets: Tensor) -> tuple[int, int]:
-        """Count live bytes over one step of this stage, marked after each forward."""
+        """Count live bytes over one step of this rank, marked after each forward."""
 
         def step(live: LiveTensors) -> None:
-            handle = self.model.register_forward_hook(lambda *_: live.mark())
+            handles = [
+                part.register_forward_hook(lambda *_: live.mark())
+                for part in self.parts
+            ]
             try:
                 self.step(tokens, targets)
             finally:
-                handle.remove()
+                for handle in handles:
+                    handle.remove()
 
         return counted(self.model, (tokens, targets), step)
+
+    def trace(self, path: Path) -> str | None:
+        """Write a trace for ui.perfetto.dev and return the report of a step."""
+        if not self.traced:
+            return None
+        self.runner.save_trace(path)
+        return str(self.runner.report())
 
     def close(self) -> None:
         """Close the links between the stages."""

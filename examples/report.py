@@ -30,7 +30,11 @@ NOTES = """\
 def name_of(result: Result) -> str:
     """Return what a configuration is called in table and picture."""
     chosen = result["settings"]
-    words = [chosen["optimizer"], chosen["blocks"], chosen["combine"] or "pipeline"]
+    words = [
+        chosen["optimizer"],
+        chosen["blocks"],
+        chosen["combine"] or chosen["pipeline"],
+    ]
     return " + ".join(words)
 
 

@@ -28,9 +28,21 @@ from gpt import BLOCKS
 from report import draw, name_of, table
 from training import settings_of, train
 
+from torch_sm3.pipeline import plan
+
 #: Best of a grid for 2 processes and the other defaults; see docs/train_gpt.md.
 DEFAULT_LR = {"sm3": 0.05, "adamw": 0.006}
 RANKS = 2
+#: Schedules of a pipeline.
+KINDS = (
+    *("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "zbv"),
+    *("v_half", "v_min", "dualpipe_v"),
+)
+#: Flags of a pipeline, and what they are for DDP.
+PIPELINE: dict[str, Any] = {
+    **{"pipeline": None, "chunks": None, "microbatches": None},
+    **{"clip": None, "post_validate": False, "trace": False},
+}
 #: Equal for all configurations. One thread a rank, as two ranks share two cores. One
 #: arena, so that resident memory does not depend on which thread freed what; and freed
 #: blocks up to 32 MiB are used again: returned to the kernel and faulted in anew for
@@ -57,7 +69,14 @@ def parser() -> argparse.ArgumentParser:
         help="gradients of ddp, or for delta the updates by adasum (adasum)",
     )
     p.add_argument("--parallel", choices=("ddp", "pipeline"), default="ddp")
+    p.add_argument("--pipeline", choices=KINDS, help="kind of schedule (1f1b)")
+    p.add_argument("--chunks", type=int, help="stages of a rank (as the kind says)")
     p.add_argument("--microbatches", type=int, help="of a pipeline step (4)")
+    p.add_argument("--clip", type=float, help="norm of a pipeline's gradients")
+    p.add_argument(
+        "--post-validate", action="store_true", help="step first, look at norms later"
+    )
+    p.add_argument("--trace", action="store_true", help="write a pipeline's trace.json")
     p.add_argument("--steps", type=int, default=150)
     p.add_argument("--width", type=int, default=64)
     p.add_argument("--depth", type=int, default=12)
@@ -82,13 +101,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     pipeline = args.parallel == "pipeline"
     if pipeline and args.combine:
         p.error("--combine is for --parallel ddp: a pipeline has no replicas")
-    if not pipeline and args.microbatches:
-        p.error("--microbatches is for --parallel pipeline")
+    for name, default in PIPELINE.items():
+        if not pipeline and getattr(args, name) != default:
+            p.error(f"--{name.replace('_', '-')} is for --parallel pipeline")
     for name in ("steps", "width", "depth", "heads", "context", "batch", "save_every"):
         if getattr(args, name) < 1:
             p.error(f"--{name.replace('_', '-')}: expected at least 1")
     if pipeline:
-        args.microbatches = args.microbatches or 4
+        args.pipeline = args.pipeline or "1f1b"
+        args.microbatches = 4 if args.microbatches is None else args.microbatches
+        ranks = int(os.environ.get("WORLD_SIZE", RANKS))
+        try:
+            plan(args.pipeline, ranks, args.microbatches, chunks=args.chunks)
+        except ValueError as error:
+            p.error(str(error))
     else:
         args.combine = args.combine or "adasum"
     if args.lr is None:
@@ -98,20 +124,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def baseline_of(args: argparse.Namespace) -> argparse.Namespace:
     """Return the same run with AdamW, plain blocks and DDP's mean."""
-    changed = {
+    changed: dict[str, Any] = {
         "optimizer": "adamw",
         "blocks": "plain",
         "combine": "mean",
         "parallel": "ddp",
-        "microbatches": None,
         "lr": DEFAULT_LR["adamw"],
+        **PIPELINE,
     }
     return argparse.Namespace(**{**vars(args), **changed})
 
 
 def pipeline_of(args: argparse.Namespace) -> argparse.Namespace:
     """Return the same run as two stages of one model instead of two replicas."""
-    changed = {"parallel": "pipeline", "combine": None, "microbatches": 4}
+    changed: dict[str, Any] = {"parallel": "pipeline", "combine": None}
+    changed |= {"pipeline": "1f1b", "microbatches": 4}
     return argparse.Namespace(**{**vars(args), **changed})
 
 

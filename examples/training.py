@@ -24,12 +24,15 @@ VALIDATION_ROWS = 64
 #: A log line, and how many times in a run the validation loss is taken.
 LOG_EVERY, VALIDATIONS = 10, 5
 SAMPLE_CHARACTERS = 400
+#: Beside the result, with --trace.
+TRACE = "trace.json"
 #: Steps of warm-up, or a third of a shorter run. SM3 never forgets a squared gradient,
 #: so the large early ones must not meet a large learning rate.
 WARMUP = 50
 #: Flags that the final bits depend on.
 SETTINGS = (
-    *("optimizer", "blocks", "combine", "parallel", "microbatches", "steps"),
+    *("optimizer", "blocks", "combine", "parallel", "pipeline", "chunks"),
+    *("microbatches", "clip", "steps"),
     *("width", "depth", "heads", "context", "batch", "lr", "seed"),
 )
 
@@ -74,7 +77,7 @@ class Run:
         )
         self.shape = shape
         self.parallel: Parallel = (
-            Stages(shape, args.microbatches)
+            Stages(shape, args)
             if args.parallel == "pipeline"
             else Replicas(shape, args.combine)
         )
@@ -94,6 +97,7 @@ class Run:
 
     def save(self, trace: list[tuple[float, int]]) -> None:
         """Write the checkpoint; collective."""
+        self.parallel.settle()
         own = {
             "rng": torch.get_rng_state(),
             "batches": self.batches.generator.get_state(),
@@ -136,7 +140,7 @@ class Run:
             group["lr"] = lr
         start = time.perf_counter()
         loss = self.parallel.step(*self.batches.draw())
-        self.optimizer.step()
+        self.parallel.update(self.optimizer)
         self.optimizer.zero_grad()
         taken = time.perf_counter() - start
         self.step += 1
@@ -203,7 +207,11 @@ def train(args: argparse.Namespace, corpus: Corpus, console: Console) -> dict[st
 def conclude(run: Run, console: Console) -> dict[str, Any]:
     """Measure what is left, sample a text, and write the result; collective."""
     replicas = run.parallel.replicas
+    run.parallel.settle()
     run.parallel.equalize()
+    said = run.parallel.trace(Path(run.args.out) / TRACE)
+    if said is not None:
+        console.line(said)
     own_hash = checkpoints.fingerprint(run.model, run.optimizer)
     final_hash = checkpoints.common_fingerprint(own_hash, replicas)
     own: dict[str, Any] = {
@@ -246,7 +254,7 @@ def sample_text(run: Run) -> str:
         return ""
     model = run.model
     if not run.parallel.replicas:
-        model = GPT(run.shape, stages=len(states))
+        model = GPT(run.shape, stages=run.model.last + 1)
         model.load_state_dict({k: v for state in states for k, v in state.items()})
     start = run.held_out[: min(40, run.args.context)]
     ids = sample(model, start, SAMPLE_CHARACTERS, run.args.context, temperature=0.8)

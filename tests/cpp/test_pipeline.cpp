@@ -80,7 +80,7 @@ TEST(Planner, LargePlansAreLoweredInLinearTime) {
   }
   // F and B everywhere, four messages across each of the 255 borders, and
   // REDUCE_GRAD and OPTIM of each rank.
-  EXPECT_EQ(actions, size_t{512} * (2 * 256 + 4 * 255) + 2 * 256);
+  EXPECT_EQ(actions, size_t{512} * (2 * 256 + 4 * 255) + 512);
 }
 
 Header random_header(std::mt19937_64* random) {

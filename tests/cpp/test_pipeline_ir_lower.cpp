@@ -123,7 +123,13 @@ TEST(PipelineLower, OrdersThatCannotRunAreRefused) {
       "schedule 1 kind=x ranks=40 stages=40 microbatches=1 placement=loop\n";
   for (int rank = 0; rank < 40; ++rank) {
     const std::string stage = std::to_string(rank);
-    many += "rank " + stage + ": " + stage + "B0 " + stage + "F0\n";
+    many += "rank ";
+    many += stage;
+    many += ": ";
+    many += stage;
+    many += "B0 ";
+    many += stage;
+    many += "F0\n";
   }
   try {
     Schedule::parse(many).lower();

@@ -112,7 +112,7 @@ TEST(Planner, GroupsOfInterleaved) {
 }
 
 TEST(Planner, LinkCostAddsRoundsOfWarmUp) {
-  const auto warmup = [](PlanOptions options, size_t rank) {
+  const auto warmup = [](const PlanOptions& options, size_t rank) {
     const Schedule schedule = plan(options);
     const auto& actions = schedule.rows[rank];
     const auto backward =

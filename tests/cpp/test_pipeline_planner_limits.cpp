@@ -83,7 +83,8 @@ TEST(PlannerLimits, PlansFitAndAreTight) {
     PlanOptions options = limited("1f1b", p, 8, costs, {1e9});
     options.warmup = 3;
     const double most = peaks(plan(options), costs)[0];
-    for (double limit = most; limit > 0; limit -= 50) {
+    for (int step = 0; most - 50 * step > 0; ++step) {
+      const double limit = most - 50 * step;
       options.memory_limit = {limit};
       const std::string refused = refusal(options);
       if (refused != "none") {
@@ -119,7 +120,7 @@ TEST(PlannerLimits, RefusalNamesTheSmallestLimit) {
 }
 
 TEST(PlannerLimits, WrongLimitsAreNamed) {
-  const auto wrong = [](PlanOptions options) -> std::string {
+  const auto wrong = [](const PlanOptions& options) -> std::string {
     try {
       plan(options);
     } catch (const std::invalid_argument& error) {

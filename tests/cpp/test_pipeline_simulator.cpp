@@ -28,7 +28,7 @@ Schedule two_ranks(const std::string& rows, const std::string& more = "") {
       more + "\n" + rows);
 }
 
-const std::string kLowered =
+constexpr char kLowered[] =
     "rank 0: 0F0 0SEND_F0 0F1 0RECV_B0 0SEND_F1 0B0 0RECV_B1 0B1 0REDUCE_GRAD "
     "OPTIM\n"
     "rank 1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD "

@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <map>
 #include <random>
 
@@ -14,11 +15,11 @@ namespace {
 
 using testing::Interleavings;
 
-const std::vector<LinkModel> kModels{
-    {Links::kPosted, 1},
-    {Links::kRendezvous, 1},
-    {Links::kRendezvous, 2},
-    {Links::kBlocking, 1}};
+constexpr std::array<LinkModel, 4> kModels{
+    {{Links::kPosted, 1},
+     {Links::kRendezvous, 1},
+     {Links::kRendezvous, 2},
+     {Links::kBlocking, 1}}};
 
 Rule rule_of(const Schedule& schedule, LinkModel links) {
   VerifyOptions options;

@@ -66,6 +66,37 @@ TEST(VerifierMemory, SplitBackwardGivesMemoryBackInTwoParts) {
   EXPECT_EQ(live_bytes(schedule, 0, costs), (std::vector<double>{0, 0}));
 }
 
+TEST(VerifierMemory, InputGradientsMayKeepMoreThanTheyLetGoOf) {
+  Costs costs;
+  costs.stages[0].activation_bytes = 100;
+  costs.stages[0].released_at_input = -50;
+  const Schedule schedule = Schedule::parse(
+      "schedule 1 kind=x ranks=1 stages=1 microbatches=1 placement=loop\n"
+      "rank 0: 0F0 0I0 0W0 0REDUCE_GRAD OPTIM\n");
+  EXPECT_EQ(
+      live_bytes(schedule, 0, costs), (std::vector<double>{100, 150, 0, 0, 0}));
+}
+
+// The output goes with the activation or with its message, whichever is last.
+TEST(VerifierMemory, SharedOutputsCountOnce) {
+  Costs costs;
+  costs.stages[0].activation_bytes = 100;
+  costs.stages[0].boundary_bytes = 10;
+  costs.stages[0].shared_bytes = 4;
+  // Output 0 leaves at 0SEND_F1, before its backward; output 1 never does.
+  EXPECT_EQ(
+      live_bytes(good(), 0, costs),
+      (std::vector<double>{106, 106, 212, 222, 216, 106, 116, 10, 10, 10}));
+  LinkModel blocking{Links::kBlocking, 1};
+  EXPECT_EQ(
+      live_bytes(good(), 0, costs, blocking),
+      (std::vector<double>{106, 100, 206, 216, 210, 100, 110, 0, 0, 0}));
+  VerifyOptions options;
+  options.costs = costs;
+  options.costs.stages[0].shared_bytes = 11;
+  EXPECT_THROW(verify(good(), options), std::invalid_argument);
+}
+
 TEST(VerifierMemory, WrongOptionsAreNamed) {
   const auto message = [](const VerifyOptions& options) -> std::string {
     try {

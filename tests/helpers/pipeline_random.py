@@ -94,6 +94,11 @@ def random_plan(draw: random.Random, most_ranks: int = 4) -> Plan:
     return plan
 
 
+def per_stage(value: Any, stages: int) -> list[float]:
+    """Return one number for each stage."""
+    return list(value) if isinstance(value, list) else [value] * stages
+
+
 def random_costs(draw: random.Random, plan: Plan) -> dict[str, Any]:
     """Return arguments of the oracle's costs, each stage and link its own."""
     p, stages = len(plan.rows), len(plan.placement)
@@ -117,7 +122,13 @@ def random_costs(draw: random.Random, plan: Plan) -> dict[str, Any]:
         costs[name] = some(stages, size)
     activation = [size() for _ in range(stages)]
     costs["activation"] = activation
-    costs["released"] = [float(draw.randint(0, int(x))) for x in activation]
+    costs["released"] = [float(draw.randint(-200, int(x))) for x in activation]
+    if draw.random() < 0.5:
+        boundary = per_stage(costs["boundary"], stages)
+        costs["shared"] = [
+            float(draw.randint(0, int(min(pair))))
+            for pair in zip(activation, boundary, strict=True)
+        ]
     costs["route_bytes"] = some(len(plan.routes), size) if plan.routes else size()
     costs["tie"] = some(len(plan.ties), number) if plan.ties else number()
     for name in ("latency", "bandwidth"):

@@ -212,11 +212,12 @@ def wrong_data(rank: int, ranks: int) -> list[str]:
         ((whole[0],), {"microbatches": items, "targets": targets}),
         ((), {"microbatches": items, "targets": targets, "target": whole[1]}),
         ((whole[0],), {"iterator": iter(())}),
+        ((), {"microbatches": iter(items), "targets": targets}),
     ):
         try:
             runner.step(*args, **given)
             texts.append("nothing")
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             texts.append(str(error))
     try:
         runner.eval(microbatches=items[:3], targets=targets)

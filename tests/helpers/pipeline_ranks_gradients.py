@@ -514,6 +514,49 @@ def tied(rank: int, ranks: int, placement: list[int], kind: str | None) -> Any:
     return wrong, squares
 
 
+def tied_adasum(rank: int, ranks: int, later: bool) -> list[str]:
+    """Tie a weight and reduce by Adasum, which is to meet the sum over the stages."""
+    m, wrong = 3, []
+    twins = [chain(2), chain(2)]
+    mine = chain(2)
+    data = [batches([2] * m, seed=replica) for replica in range(2)]
+    options: dict[int, dict[str, Any]] = {
+        s: {"tied": {"0.weight": "w"}} for s in (0, 1)
+    }
+    with grid(rank) as place:
+        runner = runner_of(
+            mine,
+            plan("zb_h1", 2, m),
+            place.stage,
+            options,
+            group=place.pipeline,
+            data_parallel=place.replicas,
+            reduce="adasum",
+        )
+        items, targets = data[place.replica]
+        optimizer = torch.optim.SGD(mine[place.stage].parameters(), lr=0.0)
+        for _ in range(2 if later else 1):
+            # The second step finds that the first was to be clipped, and begins anew.
+            runner.zero_grad()
+            runner.step(torch.cat(items), target=torch.cat(targets))
+            kept = {n: p.grad.clone() for n, p in mine[place.stage].named_parameters()}
+            if later:
+                runner.optimizer_step(optimizer, max_norm=1e-3, post_validate=True)
+        runner.flush()
+        runner.close()
+    for twin, (xs, ys) in zip(twins, data, strict=True):
+        with torch.no_grad():
+            twin[1][0].weight.copy_(twin[0][0].weight)
+        accumulate(twin, xs, ys, [1 / m] * m)
+        first, second = twin[0][0].weight, twin[1][0].weight
+        first.grad = second.grad = first.grad + second.grad
+    for name, got in kept.items():
+        a, b = (twin[place.stage].get_parameter(name).grad for twin in twins)
+        if not torch.allclose(got, _adasum(a, b), rtol=1e-5, atol=1e-7):
+            wrong.append(name)
+    return wrong
+
+
 def tied_badly(rank: int, ranks: int) -> str:
     """Tie weights of unlike shapes."""
     modules = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)]

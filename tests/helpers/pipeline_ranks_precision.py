@@ -28,9 +28,11 @@ from torch_sm3.pipeline import PipelineError, PipelineRunner, Schedule, Stage, p
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
     "SM3": lambda p: torch_sm3.SM3(p, lr=0.1),
+    "SM3 with momentum": lambda p: torch_sm3.SM3(p, lr=0.1, momentum=0.9),
     "fused SM3": lambda p: torch_sm3.SM3(p, lr=0.1, fused=True),
 }
 
@@ -278,6 +280,119 @@ def sharded(rank: int, ranks: int) -> list[str]:
         except RuntimeError as error:
             texts.append(str(error))
     return texts
+
+
+def wrong_steps(rank: int, ranks: int) -> list[str]:
+    """Call optimizer_step with what does not fit; return the errors."""
+    mine = chain(ranks)
+    optimizer = torch.optim.SGD(mine[rank].parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", 2.0)
+    runner = runner_of(mine, plan("1f1b", ranks, 2), rank)
+    items, targets = batches([2] * 2)
+    texts = []
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (optimizer, {"max_norm": -1.0}),
+        (optimizer, {"max_norm": "big"}),
+        (None if rank == 1 else optimizer, {}),
+        (optimizer, {"max_norm": 1.0 if rank == 1 else None}),
+        (optimizer, {"scaler": scaler if rank == 0 else None}),
+        (optimizer, {"max_norm": 1.0 + rank, "scaler": scaler}),
+    ]
+    for given, options in cases:
+        try:
+            runner.step(torch.cat(items), target=torch.cat(targets), scaler=scaler)
+            runner.optimizer_step(given, **options)
+            texts.append("nothing")
+        except (ValueError, TypeError) as error:
+            texts.append(f"{type(error).__name__} {error}")
+        runner.zero_grad()
+    # Told later, where the norms are compared.
+    runner.step(torch.cat(items), target=torch.cat(targets))
+    runner.optimizer_step(optimizer, max_norm=1.0 + rank, post_validate=True)
+    try:
+        runner.step(torch.cat(items), target=torch.cat(targets))
+        texts.append("nothing")
+    except PipelineError as error:
+        texts.append(f"{error.error_type} {error.message}")
+    runner.step(torch.cat(items), target=torch.cat(targets), scaler=scaler)
+    applied = runner.optimizer_step(optimizer, max_norm=1.0, scaler=scaler).applied
+    runner.close()
+    return [*texts, str(applied)]
+
+
+class Gathers(nn.Module):
+    """Hold its weight only between unshard and reshard, as a sharded module does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.there = False
+        self.calls: list[str] = []
+
+    def unshard(self) -> None:
+        self.there = True
+        self.calls.append("UNSHARD")
+
+    def reshard(self) -> None:
+        self.there = False
+        self.calls.append("RESHARD")
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.there, "used while it is sharded"
+        return self.linear(x)
+
+
+def gathered(rank: int, ranks: int) -> list[list[str]]:
+    """Run a stage whose inner modules are gathered and freed by the schedule."""
+    inner = [Gathers(), Gathers()]
+    text = plan("none", 1, 2).text.strip()
+    schedule = Schedule.parse(text.replace("0F0", "0UNSHARD 0F0") + " 0RESHARD")
+    runner = PipelineRunner(
+        [Stage(nn.Sequential(*inner), 0)], schedule, loss_fn=squared
+    )
+    items, targets = batches([2] * 2)
+    runner.step(torch.cat(items), target=torch.cat(targets))
+    runner.close()
+    return [module.calls for module in inner]
+
+
+def fully_sharded(rank: int, ranks: int) -> list[str]:
+    """Shard each stage over its replicas by FSDP; compare with the mean gradient."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    m, wrong = 3, []
+    twins = [chain(2), chain(2)]
+    data = [batches([2] * m, seed=replica) for replica in range(2)]
+    with grid(rank) as place:
+        module = chain(2)[place.stage]
+        mesh = DeviceMesh.from_group(place.replicas, "cpu")
+        fully_shard(module[0], mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        rows = plan("1f1b", 2, m).text.strip().split("\n")
+        head, bodies = rows[0], [row.split(": ") for row in rows[1:]]
+        text = [f"{a}: {s}UNSHARD {b} {s}RESHARD" for s, (a, b) in enumerate(bodies)]
+        runner = PipelineRunner(
+            [Stage(module, place.stage)],
+            Schedule.parse("\n".join([head, *text])),
+            group=place.pipeline,
+            loss_fn=squared,
+            timeout=30,
+        )
+        items, targets = data[place.replica]
+        runner.step(torch.cat(items), target=torch.cat(targets))
+        runner.close()
+        for twin, (xs, ys) in zip(twins, data, strict=True):
+            accumulate(twin, xs, ys, [1 / m] * m)
+        a, b = (twin[place.stage] for twin in twins)
+        pairs = zip(a.parameters(), b.parameters(), strict=True)
+        for (name, p), (one, two) in zip(module.named_parameters(), pairs, strict=True):
+            if not isinstance(p.grad, DTensor):
+                wrong.append(f"{name}: {type(p.grad).__name__}")
+            elif not torch.allclose(p.grad.full_tensor(), (one.grad + two.grad) / 2):
+                wrong.append(name)
+    return wrong
 
 
 def wrong_options(rank: int, ranks: int) -> list[str]:

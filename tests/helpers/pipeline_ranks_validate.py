@@ -227,3 +227,17 @@ def placements(rank: int, ranks: int) -> list[str]:
             if not _alike(runs[0].get(key), runs[1].get(key)):
                 wrong.append(f"{placement}: {key}")
     return wrong
+
+
+def reported(rank: int, ranks: int) -> tuple[list[tuple[int, int]], str]:
+    """Report what the snapshots of a runner take."""
+    mine = chain(ranks)
+    optimizer = OPTIMIZERS["SM3"](mine[rank].parameters())
+    runner = runner_of(mine, plan("1f1b", ranks, 2), rank, trace=True)
+    items, targets = batches([2] * 2)
+    for _ in range(3):
+        runner.step(microbatches=items, targets=targets)
+        runner.optimizer_step(optimizer, max_norm=1.0, post_validate=True)
+    said = runner.report()
+    runner.close()
+    return said.snapshots, str(said)

@@ -35,7 +35,9 @@ def synthetic(
                 stamps.ready[index] = start + round(1e9 * span[0])
                 stamps.end[index] = free = start + round(1e9 * span[1])
                 kept += _KEPT.get(action.op, 0)
-                stamps.live[index] = kept
+                stamps.live[index] = stamps.peak[index] = kept
+                if action.op in ("B", "I", "W"):
+                    stamps.kept[index] = 60 if action.op == "W" else 100
                 stamps.pending[index] = index % 3
             found[rank].append(stamps)
         start += 2 * round(1e9 * ran.makespan)

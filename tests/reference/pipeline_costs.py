@@ -21,6 +21,7 @@ class Costs:
     tie: Any = 0.0
     activation: Any = 0.0
     released: Any = 0.0
+    shared: Any = 0.0
     boundary: Any = 0.0
     transient: Any = 0.0
     static: Any = 0.0

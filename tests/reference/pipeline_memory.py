@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from reference.pipeline_simulation import Program
 
 
+def shared_of(run: Program, value: Any) -> float:
+    """Return the bytes of a value that the activation of its stage has, too."""
+    name, source, _, i, route = value
+    kept = any((op, source, i) in run.at for op in "BIW")
+    return per(run.costs.shared, source) if name == "F" and not route and kept else 0.0
+
+
 def memory(run: Program, r: int) -> tuple[list[float], list[float]]:
     """Return the bytes in use on a rank during each action, and after it.
 
@@ -20,11 +27,14 @@ def memory(run: Program, r: int) -> tuple[list[float], list[float]]:
     inputs. A RECV takes its message, which its consumer gives back. A value that was
     sent is given back when SEND number k + max_pending of the channel goes out
     (blocking: by its own SEND), the others at the end of the row. A fused pair is one
-    action.
+    action. What the activation shares with the stage's output counts once, as long as
+    either is in use: the activation's until B or I.
     """
     c, row = run.costs, run.rows[r]
     live = sum(per(c.static, s) for s, rank in enumerate(run.placement) if rank == r)
-    queues: dict[Any, list[float]] = {}
+    queues: dict[Any, list[Any]] = {}
+    # Outputs that are under way and part of an activation in use.
+    twice: set[Any] = set()
     during, after = [live], [live]
     takes = gives = works = 0.0
     for k, (op, s, i, route, paired) in enumerate(row):
@@ -36,21 +46,32 @@ def memory(run: Program, r: int) -> tuple[list[float], list[float]]:
             gives += {"F": 0.0 if kept else whole, "B": whole, "I": part}.get(
                 op, whole - part
             )
+            if ("F", s, i) in twice and op in ("B", "I"):
+                twice.remove(("F", s, i))
+                gives -= per(c.shared, s)
             for made in (True, False):
                 for value in run.values(op, s, i, made=made):
                     needed = run.runs(value[0], value[2], value[3]) is not None
                     local = run.placement[value[1]] == run.placement[value[2]]
                     if needed and (local or run.lowered):
-                        takes += run.size(value) if made else 0.0
-                        gives += 0.0 if made else run.size(value)
+                        own = run.size(value) - shared_of(run, value)
+                        takes += own if made else 0.0
+                        gives += 0.0 if made else own if local else run.size(value)
         elif op[:4] == "RECV":
             takes += run.size(run.value(row[k]))
         elif op[:4] == "SEND":
             value = run.value(row[k])
             queue = queues.setdefault((run.placement[value[2]], value[0], route), [])
-            queue.append(run.size(value))
+            queue.append(value)
+            if shared_of(run, value):
+                twice.add(("F", *value[1:4:2]))
             most = {"posted": len(row), "blocking": 0}.get(run.links, run.pending)
-            gives += queue.pop(0) if len(queue) > most else 0.0
+            if len(queue) > most:
+                gone = queue.pop(0)
+                gives += run.size(gone)
+                if ("F", gone[1], gone[3]) in twice and shared_of(run, gone):
+                    twice.remove(("F", gone[1], gone[3]))
+                    gives -= per(c.shared, gone[1])
         if paired and per(c.pair, s) is not None:
             continue  # its second half is part of the same action
         during.append(live + takes + works)

@@ -9,7 +9,7 @@ from torch_sm3.pipeline._faults import PipelineError, ProtocolError
 from torch_sm3.pipeline._result import OptimResult, StepResult
 from torch_sm3.pipeline.costs import Costs
 from torch_sm3.pipeline.planner import kinds, partition, plan
-from torch_sm3.pipeline.plot import plot
+from torch_sm3.pipeline.plot import Chart, plot
 from torch_sm3.pipeline.profile import profile
 from torch_sm3.pipeline.runner import PipelineRunner
 from torch_sm3.pipeline.schedule import Action, Candidate, Schedule, ScheduleError
@@ -26,6 +26,7 @@ from torch_sm3.pipeline.validate import PostValidator
 __all__ = [
     "Action",
     "Candidate",
+    "Chart",
     "Costs",
     "OptimResult",
     "PipelineError",

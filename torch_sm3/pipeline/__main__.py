@@ -9,11 +9,11 @@ if a schedule is invalid or none fits, 2 if the command line is wrong.
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch_sm3.pipeline._command import (
     add_costs,
@@ -24,10 +24,10 @@ from torch_sm3.pipeline._command import (
     numbers,
     read_schedule,
 )
-from torch_sm3.pipeline.action import Candidate
+from torch_sm3.pipeline._printing import about, candidates, headline, print_json, table
 from torch_sm3.pipeline.planner import kinds, plan
 from torch_sm3.pipeline.plot import plot
-from torch_sm3.pipeline.schedule import Schedule, ScheduleError
+from torch_sm3.pipeline.schedule import ScheduleError
 from torch_sm3.pipeline.simulator import Simulation, simulate, verify
 from torch_sm3.pipeline.trace import Trace
 
@@ -55,13 +55,13 @@ def _plan(options: argparse.Namespace) -> int:
     if options.output is not None:
         schedule.save(options.output)
     if options.json:
-        content = _about(schedule) | {"text": schedule.text}
+        content = about(schedule) | {"text": schedule.text}
         if found:
             content["alternatives"] = [x._asdict() for x in found]
-        _print_json(content)
+        print_json(content)
         return _GOOD
     if found:
-        print(_candidates(found), file=sys.stderr)
+        print(candidates(found), file=sys.stderr)
     if options.output is None:
         print(schedule.text, end="")
     return _GOOD
@@ -77,8 +77,8 @@ def _verify(options: argparse.Namespace) -> int:
         full_grid=options.full,
     )
     if options.json:
-        _print_json(
-            _about(schedule)
+        print_json(
+            about(schedule)
             | {
                 "valid": found.valid,
                 "rule": found.rule,
@@ -88,7 +88,9 @@ def _verify(options: argparse.Namespace) -> int:
             }
         )
     elif found.valid:
-        print(f"valid: {_headline(schedule)}")
+        print(f"valid: {headline(schedule)}")
+        if any(found.peak_bytes):
+            print("peak bytes:", *(f"{peak:.6g}" for peak in found.peak_bytes))
     else:
         print(f"invalid ({found.rule}): {found.message}")
         print(found.full_grid if options.full else found.grid)
@@ -99,8 +101,8 @@ def _simulate(options: argparse.Namespace) -> int:
     schedule = read_schedule(options.schedule)
     ran = simulate(schedule, costs_from(options), **links_from(options))
     if options.json:
-        _print_json(
-            _about(schedule)
+        print_json(
+            about(schedule)
             | {
                 "makespan": ran.makespan,
                 "lower_bound": ran.lower_bound,
@@ -111,18 +113,18 @@ def _simulate(options: argparse.Namespace) -> int:
             }
         )
     else:
-        print(_table(schedule, ran))
+        print(table(schedule, ran))
     return _GOOD
 
 
 def _plot(options: argparse.Namespace) -> int:
-    source: Schedule | Trace
+    source: Simulation | Trace
+    costs = costs_from(options)
     if Path(options.schedule).suffix == ".json":
         source = Trace.load(options.schedule)
-        costs = None
     else:
-        source = read_schedule(options.schedule)
-        costs = costs_from(options)
+        schedule = read_schedule(options.schedule)
+        source = simulate(schedule, costs, **links_from(options))
     plot(
         source,
         options.output,
@@ -130,56 +132,11 @@ def _plot(options: argparse.Namespace) -> int:
         title=options.title,
         width=options.width,
         messages=options.messages,
+        memory=options.memory,
     )
     if options.json:
-        _print_json({"output": options.output})
+        print_json({"output": options.output})
     return _GOOD
-
-
-# --- output ----------------------------------------------------------------
-
-
-def _print_json(content: dict[str, Any]) -> None:
-    print(json.dumps(content, indent=1))
-
-
-def _about(schedule: Schedule) -> dict[str, Any]:
-    return {
-        "kind": schedule.kind,
-        "ranks": schedule.ranks,
-        "stages": schedule.stages,
-        "microbatches": schedule.microbatches,
-        "placement": schedule.placement,
-    }
-
-
-def _headline(schedule: Schedule) -> str:
-    return (
-        f"{schedule.kind}, {schedule.ranks} ranks, {schedule.stages} stages, "
-        f"{schedule.microbatches} microbatches"
-    )
-
-
-def _candidates(found: Sequence[Candidate]) -> str:
-    lines = [f"{'':2}{'plan':40} {'makespan':>12} {'peak bytes':>14}"]
-    for one in found:
-        figures = one.refused or f"{one.makespan:>12.6g} {one.peak_bytes:>14.6g}"
-        lines.append(f"{'*' if one.chosen else '':2}{one.plan:40} {figures}")
-    return "\n".join(lines)
-
-
-def _table(schedule: Schedule, ran: Simulation) -> str:
-    lines = [
-        _headline(schedule),
-        f"makespan {ran.makespan:.6g}, at least {ran.lower_bound:.6g}",
-        f"{'rank':>4} {'busy':>12} {'idle':>12} {'own idle':>12} {'peak bytes':>14}",
-    ]
-    for rank in range(schedule.ranks):
-        lines.append(
-            f"{rank:>4} {ran.busy[rank]:>12.6g} {ran.idle[rank]:>12.6g} "
-            f"{ran.own_idle[rank]:>12.6g} {ran.peak_bytes[rank]:>14.6g}"
-        )
-    return "\n".join(lines)
 
 
 # --- command line ----------------------------------------------------------
@@ -248,13 +205,17 @@ def parser() -> argparse.ArgumentParser:
     chart = command(
         "plot", _plot, "draw a schedule or a trace as SVG or PNG", "s.csv -o s.svg"
     )
-    add_schedule(chart, "or a trace .json")
+    add_schedule(chart, "a trace .json")
+    add_links(chart)
     add_costs(chart)
     chart.add_argument("-o", "--output", required=True, help="file .svg or .png")
     chart.add_argument("--title", help="headline; the kind and the sizes if not given")
     chart.add_argument("--width", type=float, default=1200, help="pixels")
     chart.add_argument(
         "--messages", action="store_true", help="draw an arrow for each message"
+    )
+    chart.add_argument(
+        "--memory", action="store_true", help="draw what each rank holds over time"
     )
     return top
 
@@ -313,13 +274,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         top.exit(2, f"{top.prog} {options.command}: error: {error}\n")
 
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
     except ScheduleError as error:
         if options.json:
-            _print_json({"valid": False, "message": str(error)})
+            print_json({"valid": False, "message": str(error)})
         else:
             print(error, file=sys.stderr)
         return _INVALID
+    except BrokenPipeError:
+        # Who reads has seen enough; Python flushes once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _GOOD
     except (ValueError, OSError) as error:
         misused(error)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch_sm3.pipeline._actions import COMPUTE, OTHERS, consumers, message_key
+from torch_sm3.pipeline._memory import Memory, thinned
 from torch_sm3.pipeline.schedule import Action, Schedule
 
 #: Time that an action spends waiting for a message.
@@ -51,6 +52,7 @@ class Lane(NamedTuple):
         phases: start and end of warm-up, steady state and cool-down.
         busy: time in boxes that are no wait.
         merged: whether boxes stand for more than one action.
+        memory: what is live over time, if that is shown.
     """
 
     label: str
@@ -58,6 +60,7 @@ class Lane(NamedTuple):
     phases: list[Times]
     busy: float
     merged: bool = False
+    memory: Memory | None = None
 
 
 class Arrow(NamedTuple):
@@ -254,6 +257,32 @@ def merged(lane: Lane, limit: int, end: float) -> Lane:
     return lane._replace(boxes=boxes, merged=True)
 
 
+def gaps(lane: Lane, end: float) -> list[Times]:
+    """Return when a lane does nothing, which is its bubble.
+
+    Args:
+        lane: a lane that is not merged.
+        end: end of the time axis.
+    """
+    found, before = [], 0.0
+    # Sums of times are off by a few bits.
+    least = 1e-9 * end
+    for box in lane.boxes:
+        if box.start - before > least:
+            found.append((before, box.start))
+        before = max(before, box.end)
+    if end - before > least:
+        found.append((before, end))
+    return found
+
+
+def _limited(lane: Lane, limit: int, end: float) -> Lane:
+    lane = merged(lane, limit, end)
+    if lane.memory is None:
+        return lane
+    return lane._replace(memory=thinned(lane.memory, limit, end))
+
+
 def _order(kind: str) -> int:
     return (*COMPUTE, *OTHERS, WAIT).index(kind)
 
@@ -266,6 +295,6 @@ def kinds_of(lanes: Iterable[Lane]) -> list[str]:
 def within_limits(chart: Picture) -> Picture:
     """Merge the boxes of lanes that have too many of them, and drop their arrows."""
     limit = min(LANE_LIMIT, max(64, TOTAL_LIMIT // max(1, len(chart.lanes))))
-    lanes = [merged(lane, limit, chart.end) for lane in chart.lanes]
+    lanes = [_limited(lane, limit, chart.end) for lane in chart.lanes]
     dense = any(lane.merged for lane in lanes)
     return chart._replace(lanes=lanes, arrows=[] if dense else chart.arrows)

@@ -116,9 +116,15 @@ class Parts:
                 own, options.timeout, options.max_pending, hub, first, delay
             )
         splits = {index: stage.split for index, stage in self.stages.items()}
-        fused = [index for index, stage in self.stages.items() if stage.fused]
         self.machines = Machines(
-            self.rank, self.placement, self.routes, self.links, splits, fused
+            self.rank,
+            self.placement,
+            self.routes,
+            self.links,
+            splits,
+            {i: list(stage.module.parameters()) for i, stage in self.stages.items()},
+            options.max_pending,
+            [index for index, stage in self.stages.items() if stage.fused],
         )
         self.control = Control(self.links, self.rank, size, self.placement[-1])
         self.replicas: Collective | None = None
@@ -135,6 +141,11 @@ class Parts:
             forward = forward_of(self._schedule, microbatches, self.routes)
             self._forwards[microbatches] = row_of(forward.lower(), self.rank)
         return self._forwards[microbatches]
+
+    @property
+    def replica(self) -> int:
+        """Number of this replica among those of ``replicas``."""
+        return 0 if self.replicas is None else self.replicas.rank
 
     def close(self) -> None:
         """End the links and give the groups back."""

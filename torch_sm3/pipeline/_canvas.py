@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import Protocol
 
 Color = tuple[int, int, int]
+#: From one line of a hatched rectangle to the next, along x, and how wide it is there.
+HATCH_PERIOD, HATCH_LINE = 6, 1
 
 
 def mix(color: Color, other: Color, part: float) -> Color:
@@ -47,6 +49,28 @@ class Canvas(Protocol):
             color: its colour.
             kind: what it is, for the reader of the file.
             hint: shown where the viewer can.
+        """
+
+    def hatch(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        color: Color,
+        kind: str = "",
+    ) -> None:
+        """Fill a rectangle with slanted lines on white.
+
+        The lines of two rectangles that touch meet.
+
+        Args:
+            x: left edge.
+            y: upper edge.
+            width: its width.
+            height: its height.
+            color: of the lines.
+            kind: what it is, for the reader of the file.
         """
 
     def line(

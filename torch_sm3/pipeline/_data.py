@@ -55,6 +55,8 @@ class Needs(NamedTuple):
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return [value]
     found: list[torch.Tensor] = []
     map_tensors(value, found.append)
     return found
@@ -114,6 +116,8 @@ def cut(value: Any, parts: int, dim: int, argument: str) -> list[Any]:
             argument,
         )
     lengths = [size // parts + (i < size % parts) for i in range(parts)]
+    if isinstance(value, torch.Tensor):
+        return list(torch.split_with_sizes(value, lengths, dim))
     pieces = [iter(tensor.split(lengths, dim)) for tensor in tensors_of(value)]
 
     def part() -> Any:
@@ -135,6 +139,7 @@ def count_of(given: Given, needs: Needs, planned: int, dim: int) -> int | None:
     """
     if not needs:
         return None
+    _check(given, needs)
     counts = set()
     if given.iterator is None:
         for used, many, one, names in (
@@ -189,10 +194,9 @@ class Feed:
             self._iterator = iter(given.iterator) if needs else None
             return
         if needs.items:
-            self._items = self._listed(given.microbatches, "microbatches") or [
-                item[0] if len(item) == 1 else item
-                for item in cut(given.inputs, count, dim, "inputs")
-            ]
+            whole = given.inputs[0] if self._single else given.inputs
+            listed = self._listed(given.microbatches, "microbatches")
+            self._items = listed or cut(whole, count, dim, "inputs")
         if needs.target:
             self.targets = self._listed(given.targets, "targets")
             if self.targets is None and given.target is not None:
@@ -293,12 +297,20 @@ def spread(item: Any) -> tuple[Any, ...]:
 
 
 def _check(given: Given, needs: Needs) -> None:
-    """Refuse data that is given twice."""
+    """Refuse data that is given twice, or not in a list."""
     if given.iterator is not None:
         for name in ("inputs", "target", "microbatches", "targets"):
             value = getattr(given, name)
             if value is not None and value != ():
                 _fail(f"no {name} beside an iterator", type(value).__name__, name)
+    for name in ("microbatches", "targets"):
+        many = getattr(given, name)
+        if many is not None and not hasattr(many, "__len__"):
+            raise TypeError(
+                f"step: expected a list with an item for each microbatch, but got "
+                f"{type(many).__name__}; an iterator of pairs is given as iterator "
+                f"(argument '{name}')"
+            )
     if given.microbatches is not None and given.inputs:
         _fail("either inputs or microbatches", "both", "microbatches")
     if given.targets is not None and given.target is not None:

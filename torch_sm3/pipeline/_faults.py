@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch_sm3.pipeline._values import unpack
 
@@ -62,6 +62,7 @@ class PipelineError(RuntimeError):
         if others:
             text += "; also " + "; ".join(others)
         super().__init__(text + note)
+        self._made_of = failure, others, note, replica
         self.rank = failure.rank
         self.stage = failure.stage
         self.microbatch = failure.microbatch
@@ -70,6 +71,10 @@ class PipelineError(RuntimeError):
         self.message = failure.message
         self.others = others
         self.replica = replica
+
+    def __reduce__(self) -> tuple[type[PipelineError], tuple[Any, ...]]:
+        # Launchers hand errors from process to process.
+        return type(self), self._made_of
 
 
 class ProtocolError(PipelineError):

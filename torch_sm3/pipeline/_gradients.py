@@ -82,18 +82,27 @@ class Gradients:
         elif op == "REDUCE_GRAD" and self._reducer is not None:
             self._reducer.start(stage, failed)
 
+    def agree(self) -> None:
+        """Learn from the other replicas whether there is anything to wait for."""
+        if self._reducer is not None:
+            self._reducer.agree()
+
     def wait(self) -> None:
         """Wait for the reductions; their results become the gradients."""
         if self._reducer is not None:
             self._reducer.finish(keep=True)
 
-    @torch.no_grad()
     def finish(self, total: float | None) -> None:
         """Divide, and add the gradients of earlier steps.
 
         Args:
             total: what to divide by, None for nothing; 0 makes zeros.
         """
+        if total is not None or self._held:
+            self._finish(total)
+
+    @torch.no_grad()
+    def _finish(self, total: float | None) -> None:
         if total is not None:
             for parameter in self.parameters():
                 if parameter.grad is not None:

@@ -84,8 +84,22 @@ class Losses:
                 f"PipelineRunner: expected loss_fn to return a scalar tensor, but got "
                 f"{got}"
             )
-        self.losses.append(loss.detach())
+        # A copy: torch lets the results of some losses hold a storage as large as what
+        # they are the mean of.
+        self.losses.append(loss.detach().clone())
         return loss
+
+    @property
+    def complete(self) -> bool:
+        """Whether the losses of all microbatches are there."""
+        return len(self.losses) == self._count
+
+    @property
+    def weights(self) -> list[float]:
+        """What :meth:`gradient` gives each microbatch; empty if that is not known."""
+        if self._reduction == "samples":
+            return []
+        return [1.0 / self._count if self._reduction == "mean" else 1.0] * self._count
 
     def gradient(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the step's loss with respect to a microbatch's."""
@@ -110,9 +124,8 @@ class Losses:
         losses = torch.stack(self.losses)
         # One by one and in microbatch order, so that the bits do not depend on how a
         # sum is taken.
-        loss = torch.zeros_like(self.losses[0])
-        for part in self._weighted(losses).unbind():
-            loss.add_(part)
+        first, *others = self._weighted(losses).unbind()
+        loss = sum(others, start=first)
         if self.total is not None:
             loss = loss / self.total if self.total else torch.zeros_like(loss)
         return loss, losses
@@ -157,20 +170,33 @@ class _NoBackward(torch.autograd.Function):
     """A loss that looks like one of plain PyTorch and says what to call instead."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        return loss.view_as(loss)
+    def forward(
+        ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, losses: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return loss.view_as(loss), losses.view_as(losses)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
+    def backward(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError(
             "PipelineRunner: expected no backward of a loss that step returned, since "
             "step has run the backward; call optimizer_step or the optimizer's own step"
         )
 
 
-def guarded(loss: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a loss whose backward says that the step has done it."""
-    if loss is None:
-        return None
+# What makes a loss look as if it required grad.
+_ANCHOR = torch.empty(0, requires_grad=True)
+
+
+def guarded(
+    loss: torch.Tensor | None, losses: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return losses whose backward says that the step has done it.
+
+    Args:
+        loss: of the step.
+        losses: of its microbatches; None where the loss is.
+    """
+    if loss is None or losses is None:
+        return loss, losses
     with torch.enable_grad():
-        return _NoBackward.apply(torch.empty(0, requires_grad=True), loss)
+        return _NoBackward.apply(_ANCHOR, loss, losses)

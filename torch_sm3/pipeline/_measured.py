@@ -7,7 +7,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from torch_sm3.pipeline._actions import COMPUTE, consumers, message_key
+from torch_sm3.pipeline._actions import consumers, message_key
+from torch_sm3.pipeline._counted import bytes_of
 from torch_sm3.pipeline._recorder import Stamps
 from torch_sm3.pipeline.costs import Costs
 from torch_sm3.pipeline.schedule import Action, Schedule
@@ -28,22 +29,11 @@ def _fused(row: Sequence[Action], stamps: Stamps) -> Iterator[int]:
             yield index
 
 
-def _bytes_kept(row: Sequence[Action], stamps: Stamps) -> dict[int, int]:
-    """Return by how much each compute action raised the live bytes."""
-    found, before = {}, 0
-    for index, action in enumerate(row):
-        if action.op in COMPUTE:
-            found[index] = stamps.live[index] - before
-        before = stamps.live[index]
-    return found
-
-
 class _Seconds:
-    """Durations by operation and stage, and bytes by stage."""
+    """Durations by operation and stage."""
 
     def __init__(self) -> None:
         self.took: dict[tuple[str, int], list[float]] = defaultdict(list)
-        self.kept: dict[tuple[str, int], list[float]] = defaultdict(list)
 
     def add(self, row: Sequence[Action], stamps: Stamps) -> None:
         fused = set(_fused(row, stamps))
@@ -54,19 +44,12 @@ class _Seconds:
             op = "pair" if index in fused else action.op
             seconds = 1e-9 * (stamps.end[index] - stamps.ready[index])
             self.took[op, action.stage].append(seconds)
-        if all(stamps.end):
-            for index, change in _bytes_kept(row, stamps).items():
-                self.kept[row[index].op, row[index].stage].append(change)
 
     def of(self, op: str, stages: int) -> list[float]:
         return [_median(self.took[op, stage]) for stage in range(stages)]
 
     def has(self, op: str) -> bool:
         return any(name == op and values for (name, _), values in self.took.items())
-
-    def bytes_of(self, op: str, stages: int, sign: int) -> list[float]:
-        kept = [sign * _median(self.kept[op, stage]) for stage in range(stages)]
-        return [max(0.0, value) for value in kept]
 
 
 def latencies(rows: Sequence[Sequence[Action]], steps: Steps) -> list[list[float]]:
@@ -119,8 +102,6 @@ def costs_of(schedule: Schedule, steps: Steps) -> Costs:
         pair or f + b
         for pair, f, b in zip(seconds.of("pair", stages), forward, whole, strict=True)
     ]
-    kept = seconds.bytes_of("F", stages, 1)
-    released = seconds.bytes_of("I", stages, -1)
     # OPTIM has no stage: its time is shared out among those of the rank.
     own_stages = [schedule.placement.count(rank) for rank in schedule.placement]
     steps_of = [_optimizer(rows[rank], steps[rank]) for rank in range(schedule.ranks)]
@@ -135,8 +116,7 @@ def costs_of(schedule: Schedule, steps: Steps) -> Costs:
             steps_of[rank] / own_stages[stage]
             for stage, rank in enumerate(schedule.placement)
         ],
-        activation_bytes=kept,
-        released_at_input=[min(a, b) for a, b in zip(kept, released, strict=True)],
+        **bytes_of(schedule, rows, steps),
         latency=latencies(rows, steps),
     )
 

@@ -11,11 +11,13 @@ from torch.optim.optimizer import Optimizer
 
 from torch_sm3.pipeline._build import Parts
 from torch_sm3.pipeline._faults import PeerFailedError
+from torch_sm3.pipeline._late import Open
+from torch_sm3.pipeline._outcome import Answer, Verdict, agreed
 from torch_sm3.pipeline._precision import (
     Decision,
     apply,
-    decide,
     factor_of,
+    forget,
     judged,
     record,
     shrink,
@@ -25,6 +27,21 @@ from torch_sm3.pipeline._precision import (
 from torch_sm3.pipeline._result import OptimResult
 from torch_sm3.pipeline.validate import PostValidator
 
+# Arguments that must be alike; of the scaler, whether there is an enabled one.
+_ASKED = ("max_norm", "scaler", "post_validate")
+
+
+class ArgumentsError(Exception):
+    """Carry what is wrong with the arguments of a step, which is raised on all ranks.
+
+    Args:
+        error: the error to raise.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
 
 class _Pending(NamedTuple):
     """A step that was taken and is still to be validated."""
@@ -33,9 +50,10 @@ class _Pending(NamedTuple):
     scaler: GradScaler | None
     scaler_state: dict[str, Any]
     max_norm: float | None
-    value: tuple[bool, bool, tuple[tuple[int, float], ...]]
+    value: tuple[Any, ...]
     tickets: list[int]
-    problem: Exception | None
+    problem: BaseException | None
+    step: Open | None
 
 
 class Stepper:
@@ -47,6 +65,8 @@ class Stepper:
     Attributes:
         loss_scale: the scale after the last step with a scaler.
         validator: of the last step that was validated later.
+        failed: the failures of a step that had ended without hearing the other ranks,
+            with this rank's own cause, once :meth:`validate` has heard of them.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -54,6 +74,7 @@ class Stepper:
         self._pending: _Pending | None = None
         self.loss_scale: float | None = None
         self.validator: PostValidator | None = None
+        self.failed: tuple[Answer, BaseException | None] | None = None
 
     @property
     def pending(self) -> bool:
@@ -65,8 +86,8 @@ class Stepper:
         optimizer: Optimizer,
         max_norm: float | None,
         scaler: GradScaler | None,
-        problem: Exception | None,
-    ) -> OptimResult:
+        problem: BaseException | None,
+    ) -> tuple[OptimResult, bool]:
         """Step as all ranks decide. Collective.
 
         Args:
@@ -74,31 +95,51 @@ class Stepper:
             max_norm: largest norm of all gradients, or None.
             scaler: that scaled the loss, or None.
             problem: why this rank cannot step.
+
+        Returns:
+            What became of it, and whether all ranks know of each other that they
+            stepped; otherwise the last word is still to be had.
+
+        Raises:
+            ArgumentsError: if the arguments are wrong, or other than elsewhere.
+            PeerFailedError: if another rank failed.
         """
-        parts = self._parts
-        if max_norm is None and scaler is None:
-            if problem is not None:
-                raise problem
-            optimizer.step()
-            return OptimResult(True, None)
+        wrong = _wrong(optimizer, max_norm)
+        problem = problem or (None if wrong is None else ArgumentsError(wrong))
+        asked = _asked(max_norm, scaler, post_validate=False)
+        plain = max_norm is None and scaler is None
         found, sums = False, None
         try:
-            found, sums = self._measure(optimizer, max_norm, scaler)
-        except Exception as error:
-            problem = problem or error
-        decision = decide(
-            parts.control, parts.replicas, problem is not None, found, sums
+            if problem is None and plain:
+                optimizer.step()
+            elif problem is None:
+                found, sums = self._measure(optimizer, max_norm, scaler)
+        except BaseException as error:
+            problem = error
+        value = problem is not None, found, tuple(sums or ()), None, False, asked
+        values, _ = self._parts.control.exchange(value)
+        unlike = _unlike(values)
+        decision = judged(
+            values, self._parts.replicas, max_norm is not None, unlike is not None
         )
-        if problem is not None:
-            raise problem
         if decision.stop:
-            raise PeerFailedError("the optimizer of another rank failed")
-        shrink(parts.gradients.parameters(), factor_of(decision, max_norm))
+            if scaler is not None:
+                forget(scaler, optimizer)
+            if unlike is not None:
+                raise ArgumentsError(unlike)
+            raise problem or PeerFailedError("the optimizer of another rank failed")
+        if plain:
+            return OptimResult(True, None), True
+        shrink(self._parts.gradients.parameters(), factor_of(decision, max_norm))
         apply(optimizer, scaler, decision.skip)
-        return self._result(decision, scaler)
+        return self._result(decision, scaler), False
 
     def step_first(
-        self, optimizer: Optimizer, max_norm: float | None, scaler: GradScaler | None
+        self,
+        optimizer: Optimizer,
+        max_norm: float | None,
+        scaler: GradScaler | None,
+        step: Open | None,
     ) -> OptimResult:
         """Step as if nothing had to be clipped or skipped, and begin to ask.
 
@@ -106,24 +147,31 @@ class Stepper:
             optimizer: of this rank's parameters.
             max_norm: largest norm of all gradients, or None.
             scaler: that scaled the loss, or None.
+            step: the one before, if it has not heard the other ranks yet.
         """
         if self.validator is None or self.validator.optimizer is not optimizer:
             self.validator = PostValidator(optimizer)
-        found, sums, problem = False, None, None
+        found, sums = False, None
+        problem: BaseException | None = _wrong(optimizer, max_norm)
         state: dict[str, Any] = {}
+        failed = step is not None and step.failed
         try:
-            found, sums = self._measure(optimizer, max_norm, scaler)
-            self.validator.step(apply=not found)
-            if scaler is not None and scaler.is_enabled():
-                state = scaler.state_dict()
-                record(optimizer, scaler, skip=False)
-                scaler.update()
-        except Exception as error:
+            if not failed and problem is None:
+                found, sums = self._measure(optimizer, max_norm, scaler)
+                self.validator.step(apply=not found)
+                if scaler is not None and scaler.is_enabled():
+                    state = scaler.state_dict()
+                    record(optimizer, scaler, skip=False)
+                    scaler.update()
+        except BaseException as error:
             problem = error
-        value = problem is not None, found, tuple(sums or ())
+        stop = failed or problem is not None
+        how = (None, False) if step is None else (step.report, step.held)
+        asked = _asked(max_norm, scaler, post_validate=True)
+        value = stop, found, tuple(sums or ()), *how, asked
         tickets = self._parts.control.post(value)
         self._pending = _Pending(
-            self.validator, scaler, state, max_norm, value, tickets, problem
+            self.validator, scaler, state, max_norm, value, tickets, problem, step
         )
         return OptimResult(True, None)
 
@@ -131,7 +179,8 @@ class Stepper:
         """End the step that was taken first. Collective.
 
         Returns:
-            What became of it, and whether it was wrong and has been done again.
+            What became of it, and whether it was wrong: then it has been done again,
+            or ``failed`` says why there was nothing to do.
 
         Raises:
             Exception: the optimizer's own, if it failed here.
@@ -140,26 +189,55 @@ class Stepper:
         if self._pending is None:
             return None, False
         pending, self._pending = self._pending, None
-        validator, scaler, state, max_norm, value, tickets, problem = pending
-        values = self._parts.control.complete(value, tickets)
-        decision = judged(values, self._parts.replicas, max_norm is not None)
-        factor = factor_of(decision, max_norm)
-        if not (decision.stop or decision.skip or factor < 1):
-            validator.confirm()
-            return self._result(decision, scaler), False
-        if problem is not None and not validator.pending:
-            raise problem
-        with validator.taken_back():
-            if scaler is not None and state:
-                scaler.load_state_dict(state)
-                _unscaled(scaler, validator.optimizer)
-            if problem is not None:
-                raise problem
-            if decision.stop:
-                raise PeerFailedError("the optimizer of another rank failed")
+        values = self._parts.control.complete(pending.value, pending.tickets)
+        unlike = _unlike(values)
+        decision = judged(
+            values,
+            self._parts.replicas,
+            pending.max_norm is not None,
+            unlike is not None,
+        )
+        factor = factor_of(decision, pending.max_norm)
+        if decision.stop:
+            self._stop(pending, values, unlike)
+            return None, True
+        if not decision.skip and factor == 1:
+            pending.validator.confirm()
+            return self._result(decision, pending.scaler), False
+        scaler, optimizer = pending.scaler, pending.validator.optimizer
+        with pending.validator.taken_back():
+            if scaler is not None and pending.scaler_state:
+                scaler.load_state_dict(pending.scaler_state)
+                _unscaled(scaler, optimizer)
             shrink(self._parts.gradients.parameters(), factor)
-            apply(validator.optimizer, scaler, decision.skip)
+            apply(optimizer, scaler, decision.skip)
         return self._result(decision, scaler), True
+
+    def _stop(
+        self, pending: _Pending, values: list[Any], unlike: Exception | None
+    ) -> None:
+        """Take a step back that must not be, since a rank failed in it or before it.
+
+        Raises:
+            Exception: the optimizer's own, if it failed here.
+            PeerFailedError: if it failed on another rank.
+        """
+        replicas = self._parts.replicas
+        answer = agreed([value[3:5] for value in values], replicas, Verdict())
+        scaler, validator = pending.scaler, pending.validator
+        if validator.pending:
+            with validator.taken_back():
+                pass
+        if scaler is not None:
+            if pending.scaler_state:
+                scaler.load_state_dict(pending.scaler_state)
+            forget(scaler, validator.optimizer)
+        if answer.failures:
+            own = None if pending.step is None else pending.step.cause
+            self.failed = answer, own
+            return
+        failed = PeerFailedError("the optimizer of another rank failed")
+        raise unlike or pending.problem or failed
 
     def _measure(
         self, optimizer: Optimizer, max_norm: float | None, scaler: GradScaler | None
@@ -185,3 +263,51 @@ def _unscaled(scaler: GradScaler, optimizer: Optimizer) -> None:
         "stage": OptState.UNSCALED,
         "found_inf_per_device": {},
     }
+
+
+def _wrong(optimizer: Any, max_norm: float | None) -> Exception | None:
+    """Return what is wrong with the arguments of a step, if anything."""
+    if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
+        return TypeError(
+            "optimizer_step: expected a torch.optim.Optimizer, but got "
+            f"{type(optimizer).__name__} (argument 'optimizer')"
+        )
+    norm = _number(max_norm)
+    if norm is not None and not norm >= 0:
+        return ValueError(
+            f"optimizer_step: expected max_norm of at least 0, but got {max_norm!r} "
+            "(argument 'max_norm')"
+        )
+    return None
+
+
+def _number(value: Any) -> float | None:
+    """Return a number as a float; what is none is below all that are allowed."""
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return -1.0
+
+
+def _asked(
+    max_norm: float | None, scaler: GradScaler | None, post_validate: bool
+) -> tuple[float | None, bool, bool]:
+    """Return what must be alike on all ranks."""
+    return _number(max_norm), scaler is not None and scaler.is_enabled(), post_validate
+
+
+def _unlike(values: list[Any]) -> ValueError | None:
+    """Return in which argument the ranks differ, if in any.
+
+    Args:
+        values: of each rank, what it was asked for at the end.
+    """
+    first = values[0][-1]
+    for rank, value in enumerate(values):
+        for name, mine, theirs in zip(_ASKED, value[-1], first, strict=True):
+            if mine != theirs:
+                return ValueError(
+                    f"optimizer_step: expected {name} {theirs} as on rank 0, but got "
+                    f"{mine} on rank {rank} (argument '{name}')"
+                )
+    return None

@@ -103,7 +103,23 @@ def settle(
         told = Verdict(total=verdict.total)
     reports, heard = control.exchange(report, None if told is None else tuple(told))
     known = verdict or (Verdict() if heard is None else Verdict(*heard))
+    return agreed(reports, replicas, known)
+
+
+def agreed(
+    reports: Iterable[tuple[tuple[Any, ...] | None, bool]],
+    replicas: Collective | None,
+    known: Verdict,
+) -> Answer:
+    """Decide the outcome of what all ranks of this pipeline reported.
+
+    Args:
+        reports: of each rank its failure and whether it held gradients.
+        replicas: the ranks with the same stages, or None; then this is collective.
+        known: of the rank of the last stage.
+    """
     mine = 0 if replicas is None else replicas.rank
+    reports = list(reports)
     failures = [
         Ranked(Failure(*failed[:-1]), failed[-1], mine)
         for failed, _ in reports

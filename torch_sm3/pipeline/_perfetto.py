@@ -16,6 +16,16 @@ FORMAT = "torch_sm3.pipeline trace 1"
 # Before the name of an action.
 PREFIX = "torch_sm3.pipeline "
 _MEASURED, _PREDICTED = 1, 2
+# What a span of the measured lane tells besides its times: names of its arguments and
+# of the stamps.
+_NOTED = {
+    "live_bytes": "live",
+    "pending_sends": "pending",
+    "peak_bytes": "peak",
+    "made_bytes": "made",
+    "kept_bytes": "kept",
+    "shared_bytes": "shared",
+}
 _LANES = {_MEASURED: "measured", _PREDICTED: "predicted"}
 
 Event = dict[str, Any]
@@ -69,8 +79,7 @@ def _measured(rank: int, row: Sequence[Action], stamps: Stamps) -> Iterator[Even
             "step": stamps.step,
             "index": index,
             "waited_us": (stamps.ready[index] - begin) / 1000,
-            "live_bytes": stamps.live[index],
-            "pending_sends": stamps.pending[index],
+            **{key: getattr(stamps, name)[index] for key, name in _NOTED.items()},
         }
         yield event
         yield from _counters(rank, stamps, index)
@@ -116,6 +125,7 @@ def write(
     steps: Sequence[Sequence[Stamps]],
     errors: Sequence[int],
     predicted: Spans | None,
+    max_pending: int,
 ) -> None:
     """Write a trace.
 
@@ -125,6 +135,7 @@ def write(
         steps: of each rank the stamps of its steps, on one clock.
         errors: of each rank's clock, in nanoseconds.
         predicted: start and end of each action in one step, in seconds.
+        max_pending: messages of a link that may be under way.
     """
     rows = [schedule.actions(rank) for rank in range(schedule.ranks)]
     lanes = [_MEASURED] if predicted is None else [_MEASURED, _PREDICTED]
@@ -154,13 +165,14 @@ def write(
             "format": FORMAT,
             "schedule": schedule.text,
             "clock_error_ns": list(errors),
+            "max_pending": max_pending,
         },
     }
     Path(path).write_text(json.dumps(content, separators=(",", ":")) + "\n")
 
 
-def read(path: str | Path) -> tuple[Schedule, list[list[Stamps]], list[int]]:
-    """Read a trace: its schedule, stamps of each rank and step, and clock errors.
+def read(path: str | Path) -> tuple[Schedule, list[list[Stamps]], list[int], int]:
+    """Read a trace: schedule, stamps of each rank and step, clock errors, max_pending.
 
     Raises:
         ValueError: if the file is no trace of ours.
@@ -188,6 +200,11 @@ def read(path: str | Path) -> tuple[Schedule, list[list[Stamps]], list[int]]:
         stamps.begin[index] = begin
         stamps.ready[index] = begin + round(1000 * args["waited_us"])
         stamps.end[index] = begin + round(1000 * event["dur"])
-        stamps.live[index] = args["live_bytes"]
-        stamps.pending[index] = args["pending_sends"]
-    return schedule, [list(x.values()) for x in steps], list(about["clock_error_ns"])
+        for key, name in _NOTED.items():
+            getattr(stamps, name)[index] = args[key]
+    return (
+        schedule,
+        [list(x.values()) for x in steps],
+        list(about["clock_error_ns"]),
+        about["max_pending"],
+    )

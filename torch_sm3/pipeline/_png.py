@@ -7,7 +7,7 @@ import math
 import struct
 import zlib
 
-from torch_sm3.pipeline._canvas import Color
+from torch_sm3.pipeline._canvas import HATCH_LINE, HATCH_PERIOD, Color
 from torch_sm3.pipeline._glyphs import coverage, strokes, text_width
 
 
@@ -42,13 +42,39 @@ class PNG:
         hint: str = "",
     ) -> None:
         """Fill a rectangle; its edges are rounded to pixels, and it is never empty."""
+        left, right, top, bottom = self._pixels(x, y, width, height)
+        filled = bytes(color) * (right - left)
+        for row in self._rows[top:bottom]:
+            row[3 * left : 3 * right] = filled
+
+    def _pixels(
+        self, x: float, y: float, width: float, height: float
+    ) -> tuple[int, int, int, int]:
         left = min(max(0, round(x * self._scale)), self._width - 1)
         right = min(max(left + 1, round((x + width) * self._scale)), self._width)
         top = min(max(0, round(y * self._scale)), self._height - 1)
         bottom = min(max(top + 1, round((y + height) * self._scale)), self._height)
-        filled = bytes(color) * (right - left)
-        for row in self._rows[top:bottom]:
-            row[3 * left : 3 * right] = filled
+        return left, right, top, bottom
+
+    def hatch(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        color: Color,
+        kind: str = "",
+    ) -> None:
+        """Fill a rectangle with slanted lines."""
+        left, right, top, bottom = self._pixels(x, y, width, height)
+        period = HATCH_PERIOD * self._scale
+        line = HATCH_LINE * self._scale
+        tile = bytes(color) * line + b"\xff" * 3 * (period - line)
+        band = tile * ((right - left) // period + 2)
+        for number, row in enumerate(self._rows[top:bottom], start=top):
+            # A line of pixels further down, the lines stand one further to the left.
+            first = 3 * ((left + number) % period)
+            row[3 * left : 3 * right] = band[first : first + 3 * (right - left)]
 
     def _blend(self, x: int, y: int, color: Color, part: float) -> None:
         if not (0 <= x < self._width and 0 <= y < self._height):

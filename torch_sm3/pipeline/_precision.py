@@ -12,7 +12,6 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from torch_sm3.pipeline._collective import Collective
-from torch_sm3.pipeline._control import Control
 from torch_sm3.pipeline.stage import Stage
 
 
@@ -75,28 +74,8 @@ def unscale(scaler: GradScaler, optimizer: Optimizer) -> bool:
     return any(bool(value.item()) for value in found.values())
 
 
-def decide(
-    control: Control,
-    replicas: Collective | None,
-    failed: bool,
-    found: bool,
-    sums: list[tuple[int, float]] | None,
-) -> Decision:
-    """Bring all ranks to one decision.
-
-    Args:
-        control: to the ranks of this pipeline.
-        replicas: the ranks with the same stages, or None.
-        failed: whether this rank failed.
-        found: whether a gradient of this rank is infinite or NaN.
-        sums: what :func:`squares` returned, None if no norm was asked for.
-    """
-    values, _ = control.exchange((failed, found, tuple(sums or ())))
-    return judged(values, replicas, sums is not None)
-
-
 def judged(
-    values: Iterable[Any], replicas: Collective | None, with_norm: bool
+    values: Iterable[Any], replicas: Collective | None, with_norm: bool, stop: bool
 ) -> Decision:
     """Make a decision of what all ranks found, the same on all replicas.
 
@@ -105,9 +84,10 @@ def judged(
             :func:`squares` returned.
         replicas: the ranks with the same stages, or None.
         with_norm: whether a norm was asked for.
+        stop: whether nobody may step, whatever they found.
     """
     values = list(values)
-    stop = any(value[0] for value in values)
+    stop = stop or any(value[0] for value in values)
     skip = any(value[1] for value in values)
     norm = None
     if with_norm and not stop:
@@ -162,8 +142,11 @@ def apply(optimizer: Optimizer, scaler: GradScaler | None, skip: bool) -> None:
             optimizer.step()
         return
     record(optimizer, scaler, skip)
-    scaler.step(optimizer)
-    scaler.update()
+    try:
+        scaler.step(optimizer)
+    finally:
+        # The scales of all ranks stay equal, also where one optimizer fails.
+        scaler.update()
 
 
 def record(optimizer: Optimizer, scaler: GradScaler, skip: bool) -> None:
@@ -181,6 +164,16 @@ def record(optimizer: Optimizer, scaler: GradScaler, skip: bool) -> None:
         found[scaler._scale.device] = torch.zeros((), device=scaler._scale.device)
     for value in found.values():
         value.fill_(float(skip))
+
+
+def forget(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Let a scaler unscale an optimizer's next gradients, though no step came of these.
+
+    Args:
+        scaler: the scaler.
+        optimizer: whose gradients it may have unscaled.
+    """
+    scaler._per_optimizer_states.pop(id(optimizer), None)
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[Any]:

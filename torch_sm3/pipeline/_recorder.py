@@ -19,8 +19,13 @@ class Stamps(NamedTuple):
         begin: when the action began, in nanoseconds; 0 if it never did.
         ready: when its inputs were there.
         end: when it ended.
-        live: bytes of activations that were kept afterwards.
+        live: bytes of activations and messages that were in use afterwards.
         pending: sends that were under way afterwards.
+        peak: most of these bytes meanwhile.
+        made: bytes of the messages that a computation made, or of the one that left.
+        kept: bytes that a backward found kept for it.
+        shared: part of them that is the stage's output as well; -1 if that cannot be
+            told, since the output still waited to be sent.
     """
 
     step: int
@@ -29,11 +34,15 @@ class Stamps(NamedTuple):
     end: array[int]
     live: array[int]
     pending: array[int]
+    peak: array[int]
+    made: array[int]
+    kept: array[int]
+    shared: array[int]
 
     @classmethod
     def empty(cls, step: int, actions: int) -> Stamps:
         """Return stamps of which none is set."""
-        return cls(step, *(array("q", bytes(8 * actions)) for _ in range(5)))
+        return cls(step, *(array("q", bytes(8 * actions)) for _ in cls._fields[1:]))
 
     def shifted(self, nanoseconds: int) -> Stamps:
         """Return the stamps on another clock; what never began stays 0."""
@@ -43,7 +52,7 @@ class Stamps(NamedTuple):
             return array("q", (t + nanoseconds if begun else 0 for t, begun in pairs))
 
         times = moved(self.begin), moved(self.ready), moved(self.end)
-        return Stamps(self.step, *times, live=self.live[:], pending=self.pending[:])
+        return Stamps(self.step, *times, *(column[:] for column in self[4:]))
 
 
 class Recorder:
@@ -70,8 +79,7 @@ class Recorder:
             step: number of the step.
             row: what the rank ran; what its row of the schedule does not have is left
                 out.
-            columns: begin, ready and end of each action in nanoseconds, 0 if it never
-                began, then bytes kept and sends pending after it.
+            columns: of each action what :class:`Stamps` holds, in its order.
         """
         stamps = Stamps.empty(step, self._size)
         places = [self._places.get(action.text, -1) for action in row]

@@ -19,6 +19,9 @@ _BUCKET_BYTES = 25 << 20
 
 Hook = tuple[Any, Callable[[Any, Any], Any]]
 
+# What a Work's get_future returns; torch.futures.Future is derived from it.
+_Future: Any = torch._C.Future
+
 
 class Bucket:
     r"""Offer a communication hook what a bucket of DDP offers.
@@ -117,6 +120,11 @@ class Reducer:
         self._parts: dict[int, list[list[torch.nn.Parameter]]] = {}
         self._last = -1
         self._running: list[tuple[Bucket, list[bool], Any]] = []
+        # A hook raised here, or on any replica, in the step at hand.
+        self._raised = False
+        self._stopped = False
+        # What hooks started in steps in which another replica's hook raised.
+        self._loose: list[Any] = []
 
     @property
     def shrinks_sums(self) -> bool:
@@ -125,6 +133,7 @@ class Reducer:
 
     def begin(self) -> None:
         """Cut the parameters that require a gradient in this step into buckets."""
+        self._raised = self._stopped = False
         known: set[torch.nn.Parameter] = set()
         self._parts, self._first = {}, {}
         for stage in reversed(self._stages):
@@ -147,6 +156,7 @@ class Reducer:
 
         Raises:
             NotImplementedError: on sparse gradients.
+            RuntimeError: if collectives of an earlier hook that raised still wait.
             PeerFailedError: if another replica has failed.
             GroupLostError: if one is gone.
         """
@@ -156,9 +166,17 @@ class Reducer:
         flat = [p for part in parts for p in part]
         there = [float(p.grad is not None) for p in flat]
         sparse = [p for p in flat if p.grad is not None and p.grad.is_sparse]
-        word = self._replicas.maximum([float(failed or bool(sparse)), *there])
+        self._loose = [future for future in self._loose if not future.done()]
+        unable = failed or bool(sparse) or bool(self._loose)
+        word = self._replicas.maximum([float(unable), *there])
         if failed:
             return
+        if self._loose:
+            raise RuntimeError(
+                "REDUCE_GRAD: expected all collectives of the step in which a hook "
+                f"raised to have ended, but got {len(self._loose)} that wait for other "
+                "replicas; make a new runner, with a new group for the hook"
+            )
         if sparse:
             raise NotImplementedError(
                 f"REDUCE_GRAD: expected dense gradients, but got a sparse one of shape "
@@ -173,12 +191,33 @@ class Reducer:
             future = self._start(bucket)
             self._running.append((bucket, [next(present) > 0 for _ in part], future))
 
+    def agree(self) -> None:
+        """Learn whether a hook raised on any replica.
+
+        Then what the hooks of the others started may wait for ever, and nobody waits
+        for it.
+        """
+        if not self._stages or self._hook is None:
+            return
+        self._stopped = self._replicas.maximum([float(self._raised)])[0] > 0
+        self._raised = False
+        if self._stopped:
+            running, self._running = self._running, []
+            futures = [future for _, _, future in running]
+            self._loose += [one for one in futures if isinstance(one, _Future)]
+
     def finish(self, keep: bool) -> None:
         """Wait for all that was started.
 
         Args:
             keep: whether the results become gradients; a failed step drops them.
+
+        Raises:
+            PeerFailedError: if the hook of another replica raised.
         """
+        stopped, self._stopped = self._stopped, False
+        if stopped and keep:
+            raise PeerFailedError("the hook of another replica failed")
         running, self._running = self._running, []
         for bucket, present, future in running:
             try:
@@ -194,7 +233,11 @@ class Reducer:
     def _start(self, bucket: Bucket) -> Any:
         if self._hook is not None:
             state, function = self._hook
-            return function(state, bucket)
+            try:
+                return function(state, bucket)
+            except BaseException:
+                self._raised = True
+                raise
         if self._reduce == "adasum":
             group = self._replicas.group
             _ops.adasum_all_reduce_([_real(g) for g in bucket.gradients()], group)
@@ -203,9 +246,7 @@ class Reducer:
 
     def _wait(self, bucket: Bucket, future: Any) -> torch.Tensor:
         if self._hook is not None:
-            result = (
-                future.wait() if isinstance(future, torch.futures.Future) else future
-            )
+            result = future.wait() if isinstance(future, _Future) else future
             return result[0] if isinstance(result, (tuple, list)) else result
         if future is not None:
             self._replicas.wait(future)

@@ -8,48 +8,38 @@ from typing import Any
 
 import torch
 from torch.amp import GradScaler
-from torch.optim.optimizer import Optimizer
 
 from torch_sm3.pipeline._agree import Options
 from torch_sm3.pipeline._build import Parts
-from torch_sm3.pipeline._calls import Calls
 from torch_sm3.pipeline._data import Feed, Given, count_of
-from torch_sm3.pipeline._faults import (
-    ARGUMENTS,
-    PeerFailedError,
-)
+from torch_sm3.pipeline._faults import ARGUMENTS
+from torch_sm3.pipeline._late import Bulletin, Open, verdict_of
 from torch_sm3.pipeline._loss import Losses, guarded
-from torch_sm3.pipeline._optimize import Stepper
-from torch_sm3.pipeline._outcome import Answer, Verdict, settle
+from torch_sm3.pipeline._outcome import Answer, settle
 from torch_sm3.pipeline._random import Surroundings, kept
-from torch_sm3.pipeline._result import OptimResult, StepResult
+from torch_sm3.pipeline._result import StepResult
 from torch_sm3.pipeline._rows import with_validation
-from torch_sm3.pipeline._step import LOST, StepRun
+from torch_sm3.pipeline._step import StepRun
 from torch_sm3.pipeline._tracing import Tracing
+from torch_sm3.pipeline._updates import Updates
 from torch_sm3.pipeline._work import Seeds, StepWork
 from torch_sm3.pipeline.trace import Trace
 
 
-class Session(Calls):
+class Session(Updates):
     """Runs what the face asks for and knows what became of it.
 
     Args:
         parts: of the runner.
         options: of the runner.
         loss_fn: of the last stage.
-
-    Attributes:
-        steps: steps that went well.
-        stepper: steps optimizers.
     """
 
     def __init__(
         self, parts: Parts, options: Options, loss_fn: Callable[[Any, Any], Any] | None
     ) -> None:
         super().__init__(parts)
-        self.steps = 0
-        self.stepper = Stepper(parts)
-        self._tracing = Tracing(parts, options.trace)
+        self._tracing = Tracing(parts, options.trace, options.max_pending)
         self._options = options
         self._loss_fn = loss_fn
 
@@ -61,6 +51,7 @@ class Session(Calls):
         """
         self._check_open()
         self._tracing.check()
+        self._hear_others()
         with self._alone() as problem, self._watched(training=False):
             self._announce(evaluation=False)
             trace = self._tracing.collect(everywhere)
@@ -98,6 +89,7 @@ class Session(Calls):
         """
         parts = self._parts
         self._check_open()
+        self._hear_others()
         if not evaluation and not parts.training:
             raise RuntimeError(
                 "step: expected a schedule with backwards, but got kind forward; "
@@ -115,7 +107,7 @@ class Session(Calls):
                 parts.gradients,
                 scaler,
                 self._seeds(evaluation),
-                lambda: self.stepper.validate()[1],
+                self._validate,
             )
             try:
                 if problem is not None:
@@ -128,73 +120,13 @@ class Session(Calls):
                 problem = error
             with self._watched(not evaluation):
                 run, answer = self._attempts(work, problem, evaluation, count, keep)
+            self._raise_ended()
             if answer.failures:
                 if not evaluation:
                     parts.gradients.drop()
                 raise answer.error() from run.cause_of(answer.failures[0].failure)
         self.steps += not evaluation
         return self._result(answer, work.losses, evaluation)
-
-    def optimize(
-        self,
-        optimizer: Optimizer,
-        max_norm: float | None,
-        scaler: GradScaler | None,
-        post_validate: bool,
-    ) -> OptimResult:
-        """Step this rank's optimizer as a part of that of all ranks.
-
-        Args:
-            optimizer: of this rank's parameters.
-            max_norm: largest norm of all gradients, or None.
-            scaler: that scaled the loss, or None.
-            post_validate: whether to step first and ask the others later.
-        """
-        if self.stepper.pending:
-            self.flush()
-
-        def act(problem: Exception | None) -> OptimResult:
-            return self.stepper.step(optimizer, max_norm, scaler, problem)
-
-        if not post_validate:
-            return self._together(act)
-        self._check_open()
-        with self._alone() as problem:
-            if problem is not None:
-                raise problem
-            self._announce(evaluation=False)
-            with self._watched(training=False):
-                return self.stepper.step_first(optimizer, max_norm, scaler)
-
-    def flush(self) -> OptimResult | None:
-        """End an optimizer step that was taken first, if there is one."""
-        if not self.stepper.pending:
-            return None
-        return self._together(lambda problem: self.stepper.validate()[0])
-
-    def _together(self, act: Callable[[Exception | None], Any]) -> Any:
-        """Do something on all ranks; where it fails on one, all raise."""
-        parts = self._parts
-        self._check_open()
-        with self._alone() as busy:
-            self._announce(evaluation=False)
-            report: tuple[Any, ...] | None = None
-            cause: BaseException | None = None
-            result: Any = None
-            with self._watched(training=False):
-                try:
-                    result = act(busy)
-                except LOST:
-                    raise
-                except BaseException as error:
-                    cause = error
-                    report = (*self._failure("OPTIM", error), -1)
-                verdict = Verdict() if parts.is_hub else None
-                state = report, False
-                answer = settle(parts.control, parts.replicas, state, verdict)
-            if answer.failures:
-                raise answer.error() from _origin(cause)
-        return result
 
     # --- a step ------------------------------------------------------------
 
@@ -238,12 +170,20 @@ class Session(Calls):
         """Run once, and again where the optimizer step before was wrong."""
         parts = self._parts
         before = self._surroundings() if self.stepper.pending else None
+        early = before is not None and parts.links is not None
         while True:
+            self._bulletin = None
+            if early:
+                self._bulletin = Bulletin(
+                    parts, self._options.share_loss, lambda: self.stepper.pending
+                )
             run = StepRun(parts.machines, not evaluation, self._tracing.of(evaluation))
             run.work = work
             if problem is not None:
                 run.fail(self._failure(ARGUMENTS, problem), -1, problem)
             answer = self._go(run, work, evaluation, count)
+            if answer is None and self.stepper.failed is not None:
+                answer = self.stepper.failed[0]
             if answer is not None:
                 return run, answer
             assert before is not None, "only a pending step begins anew"
@@ -260,6 +200,9 @@ class Session(Calls):
         gradients = parts.gradients
         held = not evaluation and gradients.present()
         row = parts.forward_row(count) if evaluation else parts.row
+        bulletin = self._bulletin
+        if bulletin is not None and parts.is_hub:
+            work.after_loss = lambda: bulletin.publish(work.losses)
         if not evaluation:
             gradients.begin()
         own = with_validation(row) if self.stepper.pending else row
@@ -270,12 +213,18 @@ class Session(Calls):
         if self._tracing.of(evaluation):
             self._tracing.add(self._calls, own, run)
         if not evaluation:
+            gradients.agree()
             run.attempt(self._failure("REDUCE_GRAD", None), len(row), gradients.wait)
+        if bulletin is not None and (early := bulletin.answer()) is not None:
+            self._open = Open(run.report(), held, run.failed, run.cause)
+            if run.failed:
+                gradients.drop()
+            else:
+                gradients.finish(self._divisor(early))
+            return early
         verdict = None
         if parts.is_hub and not run.failed:
-            loss, losses = work.losses.reduced()
-            metrics = work.losses.metrics or None
-            verdict = Verdict(loss, losses, metrics, work.losses.total)
+            verdict = verdict_of(work.losses)
         answer = settle(
             parts.control,
             None if evaluation else parts.replicas,
@@ -297,9 +246,12 @@ class Session(Calls):
     def _result(self, answer: Answer, losses: Losses, evaluation: bool) -> StepResult:
         known = answer.verdict
         counted = self._options.loss_reduction == "tokens" and answer.total is not None
+        loss, each = known.loss, known.losses
+        if not evaluation:
+            loss, each = guarded(loss, each)
         return StepResult(
-            known.loss if evaluation else guarded(known.loss),
-            known.losses if evaluation else guarded(known.losses),
+            loss,
+            each,
             losses.outputs,
             int(answer.total or 0) if counted else None,
             known.metrics,
@@ -339,8 +291,3 @@ class Session(Calls):
         if not self._options.deterministic:
             return None
         return Seeds(self._options.seed, self.steps, evaluation, self._parts.devices)
-
-
-def _origin(error: BaseException | None) -> BaseException | None:
-    """Return an error if it is the rank's own."""
-    return None if isinstance(error, PeerFailedError) else error

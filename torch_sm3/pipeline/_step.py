@@ -35,6 +35,9 @@ class Machines:
         routes: source and target of values that skip stages.
         links: links to the other ranks, None if there are none.
         splits: of each stage of this rank, whether its backward runs in two parts.
+        weights: of each stage of this rank; in a trace their gradients are no
+            activations.
+        max_pending: messages of a link that may be under way.
         fused: stages of this rank that run a forward and a backward in one call.
     """
 
@@ -45,6 +48,8 @@ class Machines:
         routes: Sequence[tuple[int, int]],
         links: Links | None,
         splits: Mapping[int, bool | str],
+        weights: Mapping[int, Sequence[torch.Tensor]] | None = None,
+        max_pending: int = 1,
         fused: Iterable[int] = (),
     ) -> None:
         self.rank = rank
@@ -54,20 +59,29 @@ class Machines:
         self._routes = list(routes)
         self._transport = None if links is None else links.native
         self._splits = splits
+        self._weights = weights or {}
+        self._max_pending = max_pending
         self._fused = list(fused)
-        self._made: dict[tuple[Action, ...], Any] = {}
+        self._made: dict[tuple[bool, tuple[Action, ...]], Any] = {}
+        # The row that ran last; it need not be compared with those of before.
+        self._latest: tuple[bool, Sequence[Action], Any] | None = None
 
-    def of(self, row: Sequence[Action]) -> Any:
+    def of(self, row: Sequence[Action], trace: bool) -> Any:
         """Return the machine of a row.
 
         Args:
             row: actions of this rank.
+            trace: whether its runs are stamped.
         """
-        key = tuple(row)
+        if self._latest is not None:
+            traced, known, machine = self._latest
+            if known is row and traced == trace:
+                return machine
+        key = trace, tuple(row)
         if key not in self._made:
             items = [
                 (op, stage, i, pair if route is None else self._routes.index(route) + 1)
-                for op, stage, i, route, pair in key
+                for op, stage, i, route, pair in row
             ]
             made = _ops.pipeline_machine_class()(
                 self._placement,
@@ -81,7 +95,13 @@ class Machines:
                 made.set_split(stage, _SPLITS[split])
             for stage in self._fused:
                 made.set_fused(stage)
+            if trace:
+                pairs = [(s, x) for s, own in self._weights.items() for x in own]
+                made.trace(
+                    self._max_pending, [s for s, _ in pairs], [x for _, x in pairs]
+                )
             self._made[key] = made
+        self._latest = trace, row, self._made[key]
         return self._made[key]
 
 
@@ -114,13 +134,14 @@ class StepRun:
         self._trace = trace
         self._stamps: list[list[int]] = []
         self._poisoned = False
+        self._weighted = False
 
     def fail(self, failure: Failure, index: int, cause: BaseException) -> None:
         """Note that this rank failed; what follows is only communication."""
         self.failure = failure, index
         self.cause = cause
 
-    def run(self, row: Iterable[Action]) -> None:
+    def run(self, row: Sequence[Action]) -> None:
         """Do all actions in order.
 
         Args:
@@ -130,17 +151,19 @@ class StepRun:
             LinksLostError: if a peer is gone; then the links are of no use any more.
             GroupLostError: if a rank of another group is gone.
         """
-        row = list(row)
-        machine = self._machines.of(row)
-        machine.trace(self._trace)
-        machine.begin(self._training, [])
+        machine = self._machines.of(row, self._trace)
+        # A rank that is to send poison only may have no losses.
+        weights = self.work.weights() if self.failure is None else []
+        self._weighted = bool(weights)
+        machine.begin(self._training, weights)
         if self.failure is not None:
             machine.fail_before(pack(tuple(self.failure[0]), "")[0])
         answer: list[Packed] = []
         kind = _WAIT
+        resume = machine.resume
         while kind != _DONE:
             try:
-                kind, index, failed, values = machine.resume(answer, _SLICE)
+                kind, index, failed, values = resume(answer, _SLICE)
                 answer = []
                 if kind == _LOST:
                     raise LinksLostError
@@ -156,10 +179,10 @@ class StepRun:
                 self._note(machine, error)
                 answer = []
         self._poisoned = machine.failed()
-        self._stamps = machine.stamps()
+        self._stamps = machine.stamps() if self._trace else []
 
     def stamps(self) -> list[list[int]]:
-        """Return begin, ready and end of each action in ns, bytes kept, sends pending.
+        """Return of each action what :class:`._recorder.Stamps` holds, in its order.
 
         The clock is that of :func:`time.monotonic_ns`.
         """
@@ -254,7 +277,7 @@ class StepRun:
         if output is None:
             return [("N", [])]
         loss = ("t", [output])
-        if not self._training:
+        if not self._training or self._weighted:
             return [loss]
         return [loss, ("t", [self.work.seed(microbatch, output)])]
 

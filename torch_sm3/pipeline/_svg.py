@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape, quoteattr
 
-from torch_sm3.pipeline._canvas import Color
+from torch_sm3.pipeline._canvas import HATCH_LINE, HATCH_PERIOD, Color
 
 _FONT = "Helvetica,Arial,'DejaVu Sans',sans-serif"
 
@@ -29,6 +29,7 @@ class SVG:
 
     def __init__(self, width: float, height: float, title: str) -> None:
         size = f"{_number(width)} {_number(height)}"
+        self._hatches: set[str] = set()
         self._parts = [
             '<?xml version="1.0" encoding="UTF-8"?>\n'
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" '
@@ -49,12 +50,49 @@ class SVG:
         hint: str = "",
     ) -> None:
         """Fill a rectangle; ``kind`` becomes its class."""
+        self._rect(x, y, width, height, _hex(color), kind, hint)
+
+    def _rect(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fill: str,
+        kind: str,
+        hint: str,
+    ) -> None:
         numbers = zip(("x", "y", "width", "height"), (x, y, width, height), strict=True)
         place = " ".join(f'{key}="{_number(value)}"' for key, value in numbers)
         name = f" class={quoteattr(kind)}" if kind else ""
-        start = f'<rect{name} {place} fill="{_hex(color)}"'
+        start = f'<rect{name} {place} fill="{fill}"'
         end = f"><title>{escape(hint)}</title></rect>\n" if hint else "/>\n"
         self._parts.append(start + end)
+
+    def hatch(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        color: Color,
+        kind: str = "",
+    ) -> None:
+        """Fill a rectangle with slanted lines; the first of a colour defines them."""
+        name = "hatch-" + _hex(color)[1:]
+        if name not in self._hatches:
+            self._hatches.add(name)
+            size = f'width="{HATCH_PERIOD}" height="{HATCH_PERIOD}"'
+            # Three pieces: the line, and what the corners of the tile cut off it.
+            path = "M-1 1L1 -1M0 {0}L{0} 0M{1} {2}L{2} {1}".format(
+                HATCH_PERIOD, HATCH_PERIOD - 1, HATCH_PERIOD + 1
+            )
+            self._parts.append(
+                f'<defs><pattern id="{name}" patternUnits="userSpaceOnUse" {size}>'
+                f'<path d="{path}" stroke="{_hex(color)}" '
+                f'stroke-width="{HATCH_LINE * 0.71:.2f}"/></pattern></defs>\n'
+            )
+        self._rect(x, y, width, height, f"url(#{name})", kind, "")
 
     def line(
         self, start: tuple[float, float], end: tuple[float, float], color: Color

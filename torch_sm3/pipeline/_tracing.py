@@ -18,10 +18,12 @@ class Tracing:
     Args:
         parts: of the runner.
         wanted: whether steps are traced.
+        max_pending: messages of a link that may be under way.
     """
 
-    def __init__(self, parts: Parts, wanted: bool) -> None:
+    def __init__(self, parts: Parts, wanted: bool, max_pending: int) -> None:
         self._parts = parts
+        self._max_pending = max_pending
         self._recorder = Recorder(parts.schedule, parts.rank) if wanted else None
 
     def of(self, evaluation: bool) -> bool:
@@ -52,5 +54,10 @@ class Tracing:
         assert self._recorder is not None, "checked before"
         parts = self._parts
         return collect(
-            self._recorder, parts.schedule, parts.rank, parts.links, everywhere
+            self._recorder,
+            parts.schedule,
+            parts.rank,
+            parts.links,
+            everywhere,
+            self._max_pending,
         )

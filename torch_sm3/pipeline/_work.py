@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ from torch_sm3.pipeline.stage import Stage
 
 COLLECTIVES = ("REDUCE_GRAD", "TIE_REDUCE")
 CALLBACKS = ("UNSHARD", "RESHARD")
+_AS_IT_IS = nullcontext()
 
 
 class Work(Protocol):
@@ -43,6 +44,9 @@ class Work(Protocol):
         Returns:
             Its output, on the last stage the loss or None.
         """
+
+    def weights(self) -> list[float]:
+        """Return the gradient of each microbatch's loss; empty: ask :meth:`seed`."""
 
     def seed(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
         """Return the gradient at which the backward of a microbatch begins."""
@@ -85,15 +89,17 @@ class StepWork:
         gradients: ties and reductions.
         scaler: scales the loss, or None.
         seeds: for a deterministic run, or None.
-        validate: ends the optimizer step before.
+        validate: ends the optimizer step before; called with this.
 
     Attributes:
         feed: inputs and targets.
         losses: of the last stage.
+        after_loss: called after each loss, or None.
     """
 
     feed: Feed
     losses: Losses
+    after_loss: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -102,7 +108,7 @@ class StepWork:
         gradients: Gradients,
         scaler: torch.amp.GradScaler | None,
         seeds: Seeds | None,
-        validate: Callable[[], bool],
+        validate: Callable[[StepWork], bool],
     ) -> None:
         self._stages = stages
         self._last = last
@@ -121,15 +127,23 @@ class StepWork:
     ) -> Any:
         """Call a stage; on the last one return the loss or None."""
         own = self._stages[stage]
-        fused = own.fused
-        call = partial(fused, beside) if fused and beside else own.module
+        call: Callable[..., Any] = own.module
+        if beside is not None and own.fused is not None:
+            call = partial(own.fused, beside)
         picked, named = self.feed.arguments(own, microbatch)
         before = spread(value) if stage > 0 else ()
         with self._random(stage, microbatch):
             output = call(*before, *picked, **skips, **named)
             if stage != self._last:
                 return output
-            return self.losses.finish(output, self.feed.target(microbatch))
+            loss = self.losses.finish(output, self.feed.target(microbatch))
+        if self.after_loss is not None:
+            self.after_loss()
+        return loss
+
+    def weights(self) -> list[float]:
+        """Return the gradient of each microbatch's loss; empty: ask :meth:`seed`."""
+        return [] if self._scaler is not None else self.losses.weights
 
     def seed(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
         """Return the gradient at which the backward of a microbatch begins."""
@@ -149,20 +163,18 @@ class StepWork:
         self._gradients.collective(op, stage, number, failed)
 
     def callback(self, op: str, stage: int) -> None:
-        """Gather or free the parameters of a sharded stage."""
-        call = getattr(self._stages[stage].module, op.lower(), None)
-        if call is not None:
-            call()
+        """Gather or free the parameters of all sharded modules of a stage."""
+        for module in self._stages[stage].module.modules():
+            call = getattr(module, op.lower(), None)
+            if callable(call):
+                call()
 
     def validate(self) -> bool:
         """End the optimizer step before; return whether this step is to begin anew."""
-        return self._validate()
+        return self._validate(self)
 
-    @contextmanager
-    def _random(self, stage: int, microbatch: int) -> Iterator[None]:
+    def _random(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         if self._seeds is None:
-            yield
-            return
+            return _AS_IT_IS
         seed, step, evaluation, devices = self._seeds
-        with seeded(seed_of(seed, step, stage, microbatch, evaluation), devices):
-            yield
+        return seeded(seed_of(seed, step, stage, microbatch, evaluation), devices)

@@ -18,6 +18,14 @@ class Action(NamedTuple):
         route: source and target stage of a message that skips stages, else None.
         paired: whether this and the next action are one cell,
             ``(0F3;5B1)OVERLAP_F_B``.
+
+    Example::
+
+        >>> from torch_sm3.pipeline import Action
+        >>> Action("F", stage=2, microbatch=0).text
+        '2F0'
+        >>> Action("SEND_F", stage=0, microbatch=3, route=(0, 2)).text
+        '0SEND_F3>2'
     """
 
     op: str
@@ -50,6 +58,13 @@ class Candidate(NamedTuple):
         peak_bytes: of the rank that needs most.
         refused: why it could not be taken; empty if it could.
         chosen: whether it was.
+
+    Example::
+
+        >>> from torch_sm3.pipeline import Costs, plan
+        >>> found = plan("auto", 2, 4, costs=Costs()).alternatives
+        >>> [one.chosen for one in found].count(True)
+        1
     """
 
     plan: str

@@ -35,7 +35,10 @@ class Costs:
         reduce: REDUCE_GRAD.
         optimizer: share of OPTIM.
         activation_bytes: kept from F to B or W.
-        released_at_input: part of it that I lets go of.
+        released_at_input: part of it that I lets go of; negative where I keeps more
+            for W, such as the gradients that entered layers, than it lets go of.
+        shared_bytes: part of it that is the stage's output as well, such as the result
+            of a tanh, and in use once.
         boundary_bytes: output of the stage, and the gradient that comes back.
         transient_bytes: in use only while an action of the stage runs.
         static_bytes: parameters, gradients, optimizer state.
@@ -51,7 +54,8 @@ class Costs:
         optimizer_waits: whether no rank starts OPTIM before all have come to it.
 
     Raises:
-        ValueError: if a number is negative or not finite, or a sequence is empty.
+        ValueError: if a number is negative where it may not be, or not finite, or a
+            sequence is empty.
 
     Example::
 
@@ -70,6 +74,7 @@ class Costs:
     optimizer: Cost = 0.0
     activation_bytes: Cost = 0.0
     released_at_input: Cost = 0.0
+    shared_bytes: Cost = 0.0
     boundary_bytes: Cost = 0.0
     transient_bytes: Cost = 0.0
     static_bytes: Cost = 0.0
@@ -109,6 +114,9 @@ class Costs:
         Args:
             text: a JSON object of arguments.
 
+        Returns:
+            The costs.
+
         Raises:
             ValueError: if it is anything else.
         """
@@ -133,6 +141,12 @@ class Costs:
 
         Args:
             path: the file.
+
+        Returns:
+            The costs.
+
+        Raises:
+            ValueError: if it holds anything else.
         """
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
@@ -151,6 +165,9 @@ class Costs:
 
         Args:
             values: lists by name; one number stands for itself.
+
+        Returns:
+            The costs.
         """
         given: dict[str, Any] = {
             name: numbers[0] if len(numbers) == 1 else tuple(numbers)
@@ -180,7 +197,7 @@ def _frozen(value: Any, name: str) -> Any:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number) or number < 0:
+    if not math.isfinite(number) or (number < 0 and name != "released_at_input"):
         _fail("finite numbers of 0 or more", value, name)
     return number
 

@@ -36,7 +36,10 @@ def profile(
     and a stage whose backward cannot be run in parts has :math:`I = B, W = 0`. Times
     are medians in seconds, and a backward includes what it recomputes and the addition
     of the gradients to those of earlier microbatches. Memory is that of tensors which
-    operators make: what still lives after the forward when all but the graph is gone.
+    operators make, counted as a traced runner counts it, so that the verifier predicts
+    the bytes of a run exactly: what a stage keeps between its forward and its
+    backward, what of it the first part of the backward lets go of, and what of it is
+    the stage's output as well.
     Parameters, ``.grad``, buffers and random number generators are left as they were,
     and no hook of a parameter runs.
 
@@ -89,9 +92,11 @@ def profile(
                 stage.module,
                 call,
                 (value, skips),
-                stage.split is not False,
+                stage.split,
                 repeats,
                 warmup,
+                first=stage.index == 0,
+                last=last and loss_fn is not None,
             )
         found.append(measured)
         value = _rest(stage, output, routed)
@@ -103,10 +108,12 @@ def profile(
         [x.input for x in found],
         [max(0.0, x.backward - x.input) for x in found],
         [x.backward for x in found],
-        activation_bytes=[float(x.kept_bytes) for x in found],
+        activation_bytes=[x.stashed.activation for x in found],
+        released_at_input=[x.stashed.released for x in found],
+        shared_bytes=[x.stashed.shared for x in found],
         boundary_bytes=sent,
         route_bytes=[_bytes(routed[key]) for key in sorted(routed)] or 0.0,
-        transient_bytes=[float(x.transient_bytes) for x in found],
+        transient_bytes=[x.stashed.transient for x in found],
         static_bytes=[
             x.static_bytes + _state_bytes(stage.module, optimizer)
             for x, stage in zip(found, stages, strict=True)

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch_sm3.pipeline._actions import COMPUTE, OTHERS, is_message
 from torch_sm3.pipeline._recorder import Stamps
-from torch_sm3.pipeline.costs import Costs
+from torch_sm3.pipeline.costs import Cost, Costs
 from torch_sm3.pipeline.schedule import Action, Schedule
 from torch_sm3.pipeline.trace import Trace
 
@@ -26,8 +26,8 @@ class Figures:
         busy: time in forwards, backwards, reductions and the optimizer.
         bubble: the step's makespan less ``busy``.
         waiting: the part of ``bubble`` that passed in waiting for a message.
-        peak_bytes: most bytes of activations that were kept at once; None if the
-            runner does not count them.
+        peak_bytes: most bytes of activations and messages in use at once, static bytes
+            aside. None if nothing was counted.
     """
 
     busy: float
@@ -49,6 +49,8 @@ class StepReport:
         stage_seconds: of each stage, its compute for one microbatch.
         largest_stage: the stage that takes most.
         hints: what could be done, in words.
+        snapshots: for each rank the bytes of its last snapshot for post-validation, and
+            what they would be with the state of Adam; empty without post-validation.
     """
 
     kind: str
@@ -59,6 +61,7 @@ class StepReport:
     stage_seconds: list[float]
     largest_stage: int
     hints: list[str]
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         r"""Return everything as numbers, strings, lists and dicts, for JSON."""
@@ -84,6 +87,10 @@ class StepReport:
             lines.append(f"{rank:<6}{cells}{memory}")
         largest = self.stage_seconds[self.largest_stage]
         lines.append(f"largest stage: {self.largest_stage}, {1e3 * largest:.2f} ms")
+        for rank, (bytes_, adam) in enumerate(self.snapshots):
+            lines.append(
+                f"snapshot of rank {rank}: {_bytes(bytes_)}, with Adam {_bytes(adam)}"
+            )
         return "\n".join(lines + [f"hint: {hint}" for hint in self.hints])
 
 
@@ -111,20 +118,21 @@ def _measure(row: Sequence[Action], stamps: Stamps, makespan: float) -> Figures:
         elif is_message(action):
             waiting += end - begin
     seconds = 1e-9 * busy
-    peak = max(stamps.live) or None
+    peak = max(stamps.peak, default=0) or None
     return Figures(seconds, makespan - seconds, 1e-9 * waiting, peak)
 
 
-def _seconds_of_stages(costs: Costs, stages: int) -> list[float]:
-    def of(name: str) -> list[float] | None:
-        value = getattr(costs, name)
-        if value is None:
-            return None
-        return list(value) if isinstance(value, (list, tuple)) else [value] * stages
+def _per_stage(value: Cost, stages: int) -> list[float]:
+    return list(value) if isinstance(value, Sequence) else [value] * stages
 
-    forward, first, second, full = (of(name) for name in ("F", "I", "W", "B"))
-    assert forward is not None and first is not None and second is not None
-    back = full or [a + b for a, b in zip(first, second, strict=True)]
+
+def _seconds_of_stages(costs: Costs, stages: int) -> list[float]:
+    forward, first, second = (
+        _per_stage(x, stages) for x in (costs.F, costs.I, costs.W)
+    )
+    back = [a + b for a, b in zip(first, second, strict=True)]
+    if costs.B is not None:
+        back = _per_stage(costs.B, stages)
     return [a + b for a, b in zip(forward, back, strict=True)]
 
 
@@ -164,6 +172,9 @@ def report(trace: Trace, costs: Costs | None = None) -> StepReport:
             predicted is what the schedule cannot explain: other processes, Python,
             slow links.
 
+    Returns:
+        A :class:`StepReport`.
+
     Raises:
         ValueError: if the trace has no complete step.
     """
@@ -175,14 +186,18 @@ def report(trace: Trace, costs: Costs | None = None) -> StepReport:
         _measure(schedule.actions(rank), stamps, makespan)
         for rank, stamps in enumerate(step)
     ]
-    ran = trace.simulate(measured_costs if costs is None else costs)
+    used = measured_costs if costs is None else costs
+    ran = trace.simulate(used)
+    static = [0.0] * schedule.ranks
+    for stage, size in enumerate(_per_stage(used.static_bytes, schedule.stages)):
+        static[schedule.placement[stage]] += size
     predicted = [
         # On paper a rank waits from the step's start to its own last end.
         Figures(
             ran.busy[rank],
             ran.idle[rank],
             max(end for _, end in spans) - ran.busy[rank],
-            ran.peak_bytes[rank] or None,
+            ran.peak_bytes[rank] - static[rank] or None,
         )
         for rank, spans in enumerate(ran.timeline())
     ]

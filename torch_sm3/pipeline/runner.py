@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -14,16 +13,15 @@ from torch.optim.optimizer import Optimizer
 from torch_sm3.pipeline._agree import Options
 from torch_sm3.pipeline._build import Parts
 from torch_sm3.pipeline._data import Given
+from torch_sm3.pipeline._records import Records
 from torch_sm3.pipeline._reduce import Hook
 from torch_sm3.pipeline._result import OptimResult, StepResult
 from torch_sm3.pipeline._session import Session
-from torch_sm3.pipeline.costs import Costs
-from torch_sm3.pipeline.report import StepReport, report
 from torch_sm3.pipeline.schedule import Schedule
 from torch_sm3.pipeline.stage import Stage
 
 
-class PipelineRunner:
+class PipelineRunner(Records):
     r"""Run a schedule over the ranks of a process group.
 
     Making a runner is collective: every rank passes the stages that it owns, and all
@@ -114,6 +112,11 @@ class PipelineRunner:
             raise TypeError(
                 "PipelineRunner: expected a Schedule, but got "
                 f"{type(schedule).__name__} (argument 'schedule')"
+            )
+        if isinstance(stages, Stage):
+            raise TypeError(
+                "PipelineRunner: expected a list of Stage objects, but got one Stage "
+                "(argument 'stages')"
             )
         options = Options(
             loss_reduction,
@@ -234,7 +237,9 @@ class PipelineRunner:
                 ask the other ranks in the warm-up of the next step, which begins anew
                 if that was wrong. Parameters, state and losses are the same as
                 without. ``.grad`` is None afterwards; :meth:`flush` ends it, before
-                parameters are read, for example.
+                parameters are read, for example. The next step does not wait for
+                the other ranks at its end either: if one fails there after the
+                losses are known, the call after it raises that on all ranks.
 
         Returns:
             Whether the step was applied, and the norm; with ``post_validate`` neither
@@ -243,6 +248,8 @@ class PipelineRunner:
         Raises:
             PipelineError: on every rank, if the optimizer of any fails; those of
                 other ranks may have stepped.
+            ValueError: on every rank, if ``max_norm`` is negative or not alike.
+            TypeError: on every rank, if ``optimizer`` is none.
         """
         return self._session.optimize(optimizer, max_norm, scaler, post_validate)
 
@@ -266,64 +273,6 @@ class PipelineRunner:
             set_to_none: make them None instead of zeros.
         """
         self._session.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        r"""Return what a resumed run needs besides parameters and optimizer.
-
-        Returns:
-            The number of steps, on which the random numbers of a deterministic run
-            depend, and the loss scale that all ranks agreed on, None without one.
-        """
-        return {
-            "steps": self._session.steps,
-            "loss_scale": self._session.stepper.loss_scale,
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        r"""Go on from what :meth:`state_dict` returned.
-
-        Args:
-            state_dict: the same on all ranks.
-        """
-        self._session.steps = int(state_dict["steps"])
-        self._session.stepper.loss_scale = state_dict["loss_scale"]
-
-    def report(self, costs: Costs | None = None) -> StepReport:
-        r"""Tell where the time and the memory of the latest complete step went.
-
-        Collective; needs ``trace=True``.
-
-        Args:
-            costs: to predict with, those of the trace itself if None.
-
-        Returns:
-            Busy, bubble, waiting and peak of every rank, measured and predicted side
-            by side; ``print`` shows a table. Equal on all ranks.
-
-        Raises:
-            RuntimeError: if nothing was traced.
-            ValueError: if no step has run to its end.
-        """
-        trace = self._session.trace(everywhere=True)
-        assert trace is not None, "all ranks get it"
-        return report(trace, costs)
-
-    def save_trace(self, path: str | Path, costs: Costs | None = None) -> None:
-        r"""Write the latest steps as JSON for ui.perfetto.dev.
-
-        Collective; rank 0 writes. Needs ``trace=True``.
-        :func:`torch_sm3.pipeline.trace.load_trace` reads costs back from the file.
-
-        Args:
-            path: the file.
-            costs: to predict with, those of the trace itself if None.
-
-        Raises:
-            RuntimeError: if nothing was traced.
-        """
-        trace = self._session.trace(everywhere=False)
-        if trace is not None:
-            trace.save(path, costs)
 
     def close(self) -> None:
         r"""End the links and give the process groups back. Idempotent.

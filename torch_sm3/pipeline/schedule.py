@@ -19,7 +19,17 @@ _MARK = "ScheduleError: "
 
 
 class ScheduleError(ValueError):
-    r"""Say that a schedule cannot be read or cannot run."""
+    r"""Say that a schedule cannot be read or cannot run, or that none fits.
+
+    Example::
+
+        >>> from torch_sm3.pipeline import Schedule, ScheduleError
+        >>> try:
+        ...     Schedule.parse("schedule 2")
+        ... except ScheduleError as error:
+        ...     print(type(error).__mro__[1].__name__)
+        ValueError
+    """
 
 
 def checked(call: Callable[[], T]) -> T:
@@ -69,8 +79,21 @@ class Schedule:
                 placement=loop``, then a line ``rank 0: 0F0 0F1 …`` for each rank;
                 ``.`` is an idle slot and ``#`` starts a comment.
 
+        Returns:
+            The schedule; its :attr:`text` reads back as an equal one.
+
         Raises:
             ScheduleError: naming row, column and cell of what cannot be read.
+
+        Example::
+
+            >>> from torch_sm3.pipeline import Schedule
+            >>> schedule = Schedule.parse(
+            ...     "schedule 1 kind=mine ranks=1 stages=1 microbatches=1 "
+            ...     "placement=loop\n"
+            ...     "rank 0: 0F0 0B0  # one of each\n")
+            >>> [action.op for action in schedule.actions(0)]
+            ['F', 'B']
         """
         return checked(lambda: cls(_ops.pipeline_schedule_class().parse(text)))
 
@@ -86,6 +109,9 @@ class Schedule:
         Args:
             source: the path of a file, or text with at least one line break.
             kind: name for a schedule whose file does not say it.
+
+        Returns:
+            The schedule, with idle slots where cells are empty.
 
         Raises:
             ScheduleError: naming row, column and cell of what cannot be read, or with
@@ -112,6 +138,9 @@ class Schedule:
 
         Args:
             path: the file; what it holds is told from its first line.
+
+        Returns:
+            The schedule.
 
         Raises:
             ScheduleError: naming row, column and cell of what cannot be read.
@@ -212,6 +241,9 @@ class Schedule:
         sent. REDUCE_GRAD follows the last weight gradient of its stage, or the
         TIE_REDUCE that it waits for; OPTIM is last. What is there already stays as it
         is.
+
+        Returns:
+            The lowered schedule; of a lowered schedule an equal one.
 
         Raises:
             ScheduleError: if the order cannot run, with the actions at which the

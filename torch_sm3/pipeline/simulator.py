@@ -25,6 +25,13 @@ class Report:
         full_grid: the same with all steps, if asked for.
         peak_bytes: most memory in use on each rank; exact.
         peak_actions: text of the action at which it is; empty without bytes.
+
+    Example::
+
+        >>> from torch_sm3.pipeline import Costs, plan, verify
+        >>> report = verify(plan("1f1b", 2, 4), memory=Costs(activation_bytes=8))
+        >>> report.peak_bytes, report.peak_actions
+        ([16.0, 8.0], ['0F1', '1F0'])
     """
 
     rule: str
@@ -117,6 +124,9 @@ def live_bytes(
         links: as for :func:`verify`.
         max_pending: as for :func:`verify`.
 
+    Returns:
+        One number for each action of ``schedule.lower().actions(rank)``.
+
     Raises:
         ValueError: naming the argument that is wrong.
         ScheduleError: if the schedule is not valid.
@@ -149,6 +159,16 @@ class Simulation:
         peak_bytes: of each rank.
         lower_bound: the largest of each rank's work plus the shortest way to and from
             it.
+
+    Example::
+
+        >>> from torch_sm3.pipeline import plan, simulate
+        >>> ran = simulate(plan("1f1b", 2, 1))
+        >>> ran.makespan, ran.busy, ran.own_idle
+        (6.0, [3.0, 3.0], [3.0, 0.0])
+        >>> row = zip(ran.schedule.actions(1), ran.timeline()[1])
+        >>> [(action.text, span) for action, span in row if action.op in "FB"]
+        [('1F0', (1.0, 2.0)), ('1B0', (2.0, 4.0))]
     """
 
     schedule: Schedule
@@ -177,6 +197,10 @@ def simulate(
 
     A schedule without messages or collectives is lowered first. Latency counts from
     the SEND.
+
+    .. math::
+        \text{idle}_r = \text{makespan} - \text{busy}_r, \qquad
+        \text{own\_idle}_r = \text{last end}_r - \text{first start}_r - \text{busy}_r
 
     Args:
         schedule: the schedule.

@@ -31,11 +31,13 @@ class Trace:
         steps: of each rank the stamps of its steps; those that not all have are left
             out.
         errors: how wrong each rank's clock may be, in nanoseconds.
+        max_pending: messages of a link that may be under way.
 
     Attributes:
         schedule: as passed.
         steps: of each rank the stamps of its steps, from a common zero.
         errors: as passed.
+        max_pending: as passed.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Trace:
         schedule: Schedule,
         steps: Sequence[Sequence[Stamps]],
         errors: Sequence[int] | None = None,
+        max_pending: int = 1,
     ) -> None:
         common = set.intersection(*({x.step for x in own} for own in steps))
         kept = [[x for x in own if x.step in common] for own in steps]
@@ -56,6 +59,7 @@ class Trace:
             for row, own in zip(rows, kept, strict=True)
         ]
         self.errors = list(errors) if errors is not None else [0] * len(kept)
+        self.max_pending = max_pending
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -81,7 +85,9 @@ class Trace:
             costs: to predict with; those of the trace itself if None.
         """
         predicted = self.simulate(costs).timeline() if self._complete() else None
-        _perfetto.write(path, self.schedule, self.steps, self.errors, predicted)
+        _perfetto.write(
+            path, self.schedule, self.steps, self.errors, predicted, self.max_pending
+        )
 
     def costs(self) -> Costs:
         r"""Return what the actions took, in seconds: medians over the steps.
@@ -89,7 +95,9 @@ class Trace:
         A full backward is no measure of its halves; each is taken as half of it, so
         that a schedule with split backwards can be planned. The latency of a link is
         measured where its receiver waited for a message; links on which nobody ever
-        waited get the median of the others.
+        waited get the median of the others. Bytes are those that the rank counted:
+        with them :func:`torch_sm3.pipeline.simulator.live_bytes` tells what it had in
+        use after each action, static bytes aside.
         """
         return costs_of(self.schedule, self.steps)
 
@@ -99,7 +107,11 @@ class Trace:
         Args:
             costs: of the actions; those of the trace itself if None.
         """
-        return simulate(self.schedule, self.costs() if costs is None else costs)
+        return simulate(
+            self.schedule,
+            self.costs() if costs is None else costs,
+            max_pending=self.max_pending,
+        )
 
     def latest(self) -> list[Stamps]:
         r"""Return the stamps of each rank in the latest step that all completed.
@@ -136,13 +148,14 @@ def load_trace(path: str | Path) -> Costs:
 def _without_gaps(row: Sequence[Action], stamps: Stamps) -> Stamps:
     """Let idle slots, which nobody runs, pass in no time where the one before ended."""
     start = next((t for t in stamps.begin if t), 0)
-    before = [start, start, start, 0, 0]
+    live = pending = 0
     for index, action in enumerate(row):
         if action.op == ".":
-            for column, value in zip(stamps[1:], before, strict=True):
-                column[index] = value
-        before[:3] = [stamps.end[index]] * 3
-        before[3:] = stamps.live[index], stamps.pending[index]
+            stamps.begin[index] = stamps.ready[index] = stamps.end[index] = start
+            stamps.live[index] = stamps.peak[index] = live
+            stamps.pending[index] = pending
+        start = stamps.end[index]
+        live, pending = stamps.live[index], stamps.pending[index]
     return stamps
 
 
@@ -165,10 +178,12 @@ def collect(
     rank: int,
     links: Talk | None,
     everywhere: bool = False,
+    max_pending: int = 1,
 ) -> Trace | None:
     r"""Bring the stamps of all ranks together; every rank calls it.
 
-    Clocks are aligned with that of rank 0 first, by messages there and back.
+    Clocks are aligned with that of the last stage's rank first, by messages there and
+    back; all control messages go there or come from there.
 
     Args:
         recorder: that of this rank.
@@ -176,37 +191,41 @@ def collect(
         rank: this rank.
         links: to the other ranks, None if there are none.
         everywhere: whether all ranks get the trace.
+        max_pending: messages of a link that may be under way.
 
     Returns:
         The trace on rank 0, or everywhere; None elsewhere.
     """
-    own = list(recorder.steps)
+    own, hub = list(recorder.steps), schedule.placement[-1]
+    readers = range(schedule.ranks) if everywhere else (0,)
     packed = [_pack(own, 0)]
-    if links is not None and rank == 0:
-        others = range(1, schedule.ranks)
+    if links is not None and rank == hub:
+        others = [peer for peer in range(schedule.ranks) if peer != hub]
         for peer in others:
             _answer(peer, links)
-        packed += [links.hear(peer) for peer in others]
-        for peer in others if everywhere else ():
-            links.tell(peer, packed)
+        heard = {peer: links.hear(peer) for peer in others} | {hub: packed[0]}
+        packed = [heard[peer] for peer in range(schedule.ranks)]
+        for peer in readers:
+            if peer != hub:
+                links.tell(peer, packed)
     elif links is not None:
-        offset = _align(links)
+        offset = _align(hub, links)
         moved = [stamps.shifted(offset.nanoseconds) for stamps in own]
-        links.tell(0, _pack(moved, offset.error))
-        if not everywhere:
-            return None
-        packed = links.hear(0)
+        links.tell(hub, _pack(moved, offset.error))
+        packed = links.hear(hub) if rank in readers else []
+    if rank not in readers:
+        return None
     steps = [[_unpack(*stamps) for stamps in each] for _, each in packed]
-    return Trace(schedule, steps, [error for error, _ in packed])
+    return Trace(schedule, steps, [error for error, _ in packed], max_pending)
 
 
-def _align(links: Talk) -> Offset:
-    """Return how far the clock of rank 0 is ahead of this one."""
+def _align(hub: int, links: Talk) -> Offset:
+    """Return how far the hub's clock is ahead of this one."""
     samples = []
     for _ in range(_ROUNDS):
         t0 = time.monotonic_ns()
-        links.tell(0, None)
-        t1, t2 = links.hear(0)
+        links.tell(hub, None)
+        t1, t2 = links.hear(hub)
         samples.append((t0, t1, t2, time.monotonic_ns()))
     return estimate_offset(samples)
 

@@ -28,6 +28,7 @@ constexpr OfStages kOfStages[]{
     {"optimizer", &StageCosts::optimizer},
     {"activation_bytes", &StageCosts::activation_bytes},
     {"released_at_input", &StageCosts::released_at_input},
+    {"shared_bytes", &StageCosts::shared_bytes},
     {"boundary_bytes", &StageCosts::boundary_bytes},
     {"transient_bytes", &StageCosts::transient_bytes},
     {"static_bytes", &StageCosts::static_bytes},

@@ -8,6 +8,7 @@
 #include <torch_sm3/check.h>
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <tuple>
 
@@ -145,19 +146,38 @@ class PipelineMachine : public torch::CustomClassHolder {
     machine_.abandon(read_failure(structure));
   }
 
-  void trace(bool on) {
-    machine_.trace(on);
+  // Stamps later runs. The weights are those of all stages, each with its
+  // stage.
+  void trace(
+      int64_t max_pending,
+      const std::vector<int64_t>& stages,
+      const std::vector<at::Tensor>& weights) {
+    TORCH_SM3_CHECK_VALUE(
+        stages.size() == weights.size(),
+        "PipelineMachine",
+        "stages",
+        c10::str(weights.size(), " stages, one for each weight"),
+        stages.size());
+    std::map<uint16_t, std::vector<at::Tensor>> of_stage;
+    for (size_t i = 0; i < stages.size(); ++i) {
+      of_stage[static_cast<uint16_t>(stages[i])].push_back(weights[i]);
+    }
+    machine_.trace(max_pending, std::move(of_stage));
   }
 
-  // Begin, ready, end, bytes kept and messages pending of each action.
+  // Of each action what Machine::Stamp notes, in its order.
   std::vector<std::vector<int64_t>> stamps() const {
-    std::vector<std::vector<int64_t>> lists(5);
+    std::vector<std::vector<int64_t>> lists(9);
     for (const Machine::Stamp& stamp : machine_.stamps()) {
       lists[0].push_back(stamp.begin);
       lists[1].push_back(stamp.ready);
       lists[2].push_back(stamp.end);
-      lists[3].push_back(stamp.kept);
+      lists[3].push_back(stamp.live);
       lists[4].push_back(stamp.pending);
+      lists[5].push_back(stamp.peak);
+      lists[6].push_back(stamp.made);
+      lists[7].push_back(stamp.kept);
+      lists[8].push_back(stamp.shared);
     }
     return lists;
   }

@@ -4,18 +4,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <chrono>
-
 namespace torch_sm3::pipeline {
-namespace {
-
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
-} // namespace
 
 Machine::Machine(
     std::shared_ptr<const RankProgram> program,
@@ -34,7 +23,20 @@ void Machine::begin(bool training, std::vector<double> weights) {
   poison_.reset();
   tickets_.clear();
   forget();
-  stamps_.assign(tracing_ ? program_->row().size() : 0, {});
+  announce();
+  stamps_.assign(ledger_ ? program_->row().size() : 0, {});
+}
+
+// Announces all messages of the row, so that none waits for its RECV to leave
+// its sender: a failed rank sends and takes as many as another.
+void Machine::announce() {
+  for (const Action one : program_->row()) {
+    if (one.op == Op::kRecvForward || one.op == Op::kRecvBackward) {
+      const Way& way = program_->way(one);
+      tickets_[key(way, one.microbatch)] = transport_->expect(
+          way.peer, way.channel, header(way, one.microbatch));
+    }
+  }
 }
 
 void Machine::forget() {
@@ -42,6 +44,7 @@ void Machine::forget() {
   results_.clear();
   graphs_.clear();
   beside_.reset();
+  forget_watched();
 }
 
 Request Machine::resume(std::vector<Packed> answer, double seconds) {
@@ -51,7 +54,7 @@ Request Machine::resume(std::vector<Packed> answer, double seconds) {
     finish();
   }
   while (at_ < program_->row().size()) {
-    stamp_begin();
+    watch_begin();
     switch (failed() ? pass(seconds) : run(seconds)) {
       case Progress::kNext:
         finish();
@@ -79,9 +82,9 @@ void Machine::fail(const std::string& error_type, const std::string& message) {
       at_ < program_->row().size(),
       "PipelineRunner: expected an action that failed, but all are done");
   asked_ = false;
-  const auto index =
-      static_cast<int64_t>(at_) + (beside_ && beside_->running ? 1 : 0);
-  const Action now = program_->row()[static_cast<size_t>(index)];
+  const size_t at = at_ + (beside_ && beside_->running ? 1 : 0);
+  const auto index = static_cast<int64_t>(at);
+  const Action now = program_->row()[at];
   if (now.op >= Op::kReduceGrad) {
     finish(); // no communication of ours belongs to it
   }
@@ -111,38 +114,12 @@ void Machine::abandon(Failure why) {
   forget();
 }
 
-void Machine::stamp_begin() {
-  if (tracing_ && stamps_[at_].begin == 0) {
-    stamps_[at_].begin = now_ns();
-  }
-}
-
-void Machine::stamp_ready() {
-  if (tracing_) {
-    stamps_[at_].ready = now_ns();
-  }
-}
-
 // Goes on to the next action.
 void Machine::finish() {
-  if (tracing_) {
-    Stamp& stamp = stamps_[at_];
-    stamp.end = now_ns();
-    stamp.ready = stamp.ready == 0 ? stamp.begin : stamp.ready;
-    for (const auto& result : results_) {
-      for (const at::Tensor& tensor : result.second.tensors) {
-        stamp.kept += static_cast<int64_t>(tensor.nbytes());
-      }
-    }
-    stamp.pending = transport_ == nullptr ? 0 : transport_->pending();
-  }
+  watch_end();
   ++at_;
   if (beside_) {
-    beside_.reset();
-    if (tracing_) {
-      stamps_[at_] = stamps_[at_ - 1]; // one call, one span
-    }
-    ++at_;
+    finish_pair();
   }
 }
 
@@ -166,6 +143,7 @@ Machine::Progress Machine::run(double seconds) {
     case Op::kBackwardWeight: {
       const auto found = graphs_.find({action().stage, action().microbatch});
       TORCH_INTERNAL_ASSERT(found != graphs_.end(), "W without its I");
+      watch_ready({});
       found->second.backward.weight();
       graphs_.erase(found);
       return Progress::kNext;
@@ -204,9 +182,8 @@ Machine::Progress Machine::pass(double seconds) {
 
 void Machine::receive() {
   const Way& way = program_->way(action());
-  const uint32_t i = action().microbatch;
-  tickets_[key(way, i)] =
-      transport_->receive(way.peer, way.channel, header(way, i));
+  transport_->ask(tickets_.at(key(way, action().microbatch)));
+  watch_asked(way);
 }
 
 Machine::Progress Machine::send(double seconds) {
@@ -220,7 +197,8 @@ Machine::Progress Machine::send(double seconds) {
       way.peer, way.channel, std::move(head), found->second.tensors, seconds);
   if (outcome == Outcome::kDone) {
     results_.erase(found);
-    left(way, i);
+    left(way);
+    watch_sent(way);
     return Progress::kNext;
   }
   return outcome == Outcome::kLost ? Progress::kLost : Progress::kWait;
@@ -239,12 +217,9 @@ Machine::Progress Machine::send_poison(double seconds) {
 }
 
 // Waits until all that comes from other ranks for the action is here.
-Machine::Progress Machine::await(
-    const std::vector<Way>& ways,
-    uint32_t microbatch,
-    double seconds) {
+Machine::Progress Machine::await(const std::vector<Way>& ways, double seconds) {
   for (const Way& way : ways) {
-    const auto ticket = tickets_.find(key(way, microbatch));
+    const auto ticket = tickets_.find(key(way, action().microbatch));
     if (ticket == tickets_.end()) {
       continue;
     }
@@ -257,13 +232,13 @@ Machine::Progress Machine::await(
 }
 
 // Takes a message that has arrived; nothing if it was poison.
-std::optional<Message>
-Machine::take_message(const Way& way, uint32_t microbatch) {
-  const auto ticket = tickets_.find(key(way, microbatch));
+std::optional<Message> Machine::take_message(const Way& way) {
+  const auto ticket = tickets_.find(key(way, action().microbatch));
   TORCH_INTERNAL_ASSERT(ticket != tickets_.end(), "a consumer before its RECV");
   Message message = transport_->take(ticket->second);
   tickets_.erase(ticket);
   if (message.header.message_class != MessageClass::kPoison) {
+    watch_arrived(way, message.tensors);
     return message;
   }
   if (!failed()) {
@@ -274,12 +249,11 @@ Machine::take_message(const Way& way, uint32_t microbatch) {
 }
 
 Machine::Progress Machine::drain(const std::vector<Way>& ways, double seconds) {
-  const uint32_t i = action().microbatch;
-  const Progress progress = await(ways, i, seconds);
+  const Progress progress = await(ways, seconds);
   if (progress == Progress::kNext) {
     for (const Way& way : ways) {
-      if (tickets_.count(key(way, i)) > 0) {
-        take_message(way, i);
+      if (tickets_.count(key(way, action().microbatch)) > 0) {
+        take_message(way);
       }
     }
   }

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <runtime/ledger.h>
 #include <runtime/rank_program.h>
 #include <transport/values.h>
 
 #include <torch_sm3/pipeline/backward.h>
 #include <torch_sm3/pipeline/transport.h>
+
+#include <ATen/record_function.h>
 
 #include <cstdint>
 #include <map>
@@ -91,20 +94,30 @@ class Machine {
   // rest of the row is communication only.
   void abandon(Failure why);
 
-  // When an action began, had all it needed and ended, in nanoseconds of the
-  // steady clock; and after it the bytes of values that wait to be sent or
-  // used, and the messages that may be under way.
+  // What is noted of an action.
   struct Stamp {
+    // When it began, had all it needed and ended, in nanoseconds of the steady
+    // clock.
     int64_t begin = 0;
     int64_t ready = 0;
     int64_t end = 0;
+    int64_t live = 0;    // bytes in use after it, see Ledger
+    int64_t pending = 0; // messages that may be under way after it
+    int64_t peak = 0;    // most bytes in use meanwhile
+    // Bytes of the messages that a computation made, or of the one that left.
+    int64_t made = 0;
+    // What a backward found kept of its stage and microbatch: see
+    // Ledger::Kept.
     int64_t kept = 0;
-    int64_t pending = 0;
+    int64_t shared = 0;
   };
-  // Whether later runs are stamped.
-  void trace(bool on) {
-    tracing_ = on;
-  }
+  // Stamps later runs.
+  //
+  // \param max_pending messages of a link that may be under way
+  // \param weights     of each stage; their gradients are no activations
+  void trace(
+      int64_t max_pending,
+      std::map<uint16_t, std::vector<at::Tensor>> weights);
   // One for each action of the last run; none without `trace`.
   const std::vector<Stamp>& stamps() const {
     return stamps_;
@@ -125,9 +138,9 @@ class Machine {
  private:
   enum class Progress { kNext, kAgain, kAsk, kWait, kLost };
   // Channel, producing stage, consuming stage, microbatch.
-  using Key = std::tuple<Channel, uint16_t, uint16_t, uint32_t>;
+  using Key = Ledger::Message;
   // Stage and microbatch.
-  using Cell = std::pair<uint16_t, uint32_t>;
+  using Cell = Ledger::Cell;
   struct Incoming {
     Packed value;
     std::vector<bool> requires_grad;
@@ -157,11 +170,27 @@ class Machine {
     return program_->row()[at_];
   }
   Header header(const Way& way, uint32_t microbatch) const;
+  void announce();
   void forget();
   bool is_pair() const;
-  void stamp_begin();
-  void stamp_ready();
+  void finish_pair();
+  Cell cell() const {
+    return {action().stage, action().microbatch};
+  }
   void finish();
+
+  // What traces and profilers see; nothing is done without one.
+  void watch_begin();
+  void watch_ready(const std::vector<Incoming>& incoming);
+  void watch_end();
+  void watch_asked(const Way& way);
+  void watch_arrived(const Way& way, const std::vector<at::Tensor>& tensors);
+  void watch_made(const Way& way, const std::vector<at::Tensor>& tensors);
+  void watch_loss(const std::vector<Packed>& answer);
+  void watch_used(const Way& way);
+  void watch_sent(const Way& way);
+  void watch_gradients();
+  void forget_watched();
 
   Progress run(double seconds);
   Progress pass(double seconds);
@@ -169,7 +198,8 @@ class Machine {
   Progress forward(double seconds);
   Progress pair(double seconds);
   Progress backward(double seconds);
-  void run_backward(Action which, const std::vector<Incoming>& incoming);
+  const std::vector<Way>& gradients_in() const;
+  void run_backward(const std::vector<Incoming>& incoming);
   Progress send(double seconds);
   Progress send_poison(double seconds);
   void receive();
@@ -178,33 +208,29 @@ class Machine {
       const std::vector<Way>& ways,
       double seconds,
       std::vector<Incoming>* values);
-  Progress
-  await(const std::vector<Way>& ways, uint32_t microbatch, double seconds);
-  void take(
-      const std::vector<Way>& ways,
-      uint32_t microbatch,
-      std::vector<Incoming>* values);
-  Incoming take_local(const Way& way, uint32_t microbatch);
-  std::optional<Message> take_message(const Way& way, uint32_t microbatch);
+  Progress await(const std::vector<Way>& ways, double seconds);
+  Incoming take_local(const Way& way);
+  std::optional<Message> take_message(const Way& way);
   void enter(std::vector<Incoming> incoming);
   void leave(const std::vector<Packed>& answer);
-  void left(const Way& way, uint32_t microbatch);
+  void left(const Way& way);
   std::vector<at::Tensor> output_gradients(
-      Action which,
       const std::vector<Incoming>& incoming,
       const Graph& graph) const;
-  void keep_gradients(
-      Action which,
-      const std::vector<at::Tensor>& gradients,
-      const Graph& graph);
+  void
+  keep_gradients(const std::vector<at::Tensor>& gradients, const Graph& graph);
 
   const std::shared_ptr<const RankProgram> program_;
   Transport* const transport_;
   const uint32_t user_ops_;
 
   bool training_ = false;
-  bool tracing_ = false;
+  std::unique_ptr<Ledger> ledger_; // of a traced run
   std::vector<Stamp> stamps_;
+  // Of the messages that were asked for, the index of their RECV.
+  std::map<Key, size_t> asked_at_;
+  std::map<uint16_t, std::vector<at::Tensor>> watched_weights_;
+  std::optional<at::RecordFunction> span_; // of the action at hand
   std::vector<double> weights_;
   size_t at_ = 0;
   bool asked_ = false;

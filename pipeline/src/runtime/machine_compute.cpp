@@ -9,8 +9,8 @@
 namespace torch_sm3::pipeline {
 
 // Takes what another stage of this rank made.
-Machine::Incoming Machine::take_local(const Way& way, uint32_t microbatch) {
-  const auto found = results_.find(key(way, microbatch));
+Machine::Incoming Machine::take_local(const Way& way) {
+  const auto found = results_.find(key(way, action().microbatch));
   TORCH_INTERNAL_ASSERT(
       found != results_.end(), "a consumer before its producer");
   Incoming incoming{std::move(found->second), {}};
@@ -24,20 +24,26 @@ Machine::Incoming Machine::take_local(const Way& way, uint32_t microbatch) {
       tensor = tensor.detach().clone();
     }
   }
-  left(way, microbatch);
+  left(way);
+  watch_used(way);
   return incoming;
 }
 
-// Takes all that came for an action, up to the first poison.
-void Machine::take(
+// Waits for all that the action needs and takes it. If some of it is poison,
+// the action is to be looked at again, as one of a failed rank.
+Machine::Progress Machine::collect(
     const std::vector<Way>& ways,
-    uint32_t microbatch,
+    double seconds,
     std::vector<Incoming>* values) {
+  if (const Progress progress = await(ways, seconds);
+      progress != Progress::kNext) {
+    return progress;
+  }
   for (const Way& way : ways) {
     if (way.local && !failed()) {
-      values->push_back(take_local(way, microbatch));
+      values->push_back(take_local(way));
     } else if (!way.local) {
-      if (std::optional<Message> message = take_message(way, microbatch)) {
+      if (std::optional<Message> message = take_message(way)) {
         Incoming incoming{
             {std::move(message->header.structure), std::move(message->tensors)},
             {}};
@@ -48,19 +54,6 @@ void Machine::take(
       }
     }
   }
-}
-
-// Waits for all that the action needs and takes it. If some of it is poison,
-// the action is to be looked at again, as one of a failed rank.
-Machine::Progress Machine::collect(
-    const std::vector<Way>& ways,
-    double seconds,
-    std::vector<Incoming>* values) {
-  if (const Progress progress = await(ways, action().microbatch, seconds);
-      progress != Progress::kNext) {
-    return progress;
-  }
-  take(ways, action().microbatch, values);
   return failed() ? Progress::kAgain : Progress::kNext;
 }
 
@@ -69,57 +62,10 @@ Machine::Progress Machine::forward(double seconds) {
   const Progress progress =
       collect(program_->ways(action().stage).values_in, seconds, &incoming);
   if (progress == Progress::kNext) {
-    stamp_ready();
+    watch_ready(incoming);
     enter(std::move(incoming));
   }
   return progress == Progress::kNext ? Progress::kAsk : progress;
-}
-
-// Whether the forward at hand and the backward beside it are to be one call. No
-// schedule that can run pairs a backward with a forward that it needs.
-bool Machine::is_pair() const {
-  const auto& row = program_->row();
-  return (action().flags & kPaired) != 0 && at_ + 1 < row.size() &&
-         fused_.count(action().stage) > 0 &&
-         gives_input_gradient(row[at_ + 1].op);
-}
-
-// As `forward`, once what the backward beside it needs is here as well.
-Machine::Progress Machine::pair(double seconds) {
-  const Action beside = program_->row()[at_ + 1];
-  static const std::vector<Way> none;
-  const auto& ways = program_->is_last(beside.stage)
-                         ? none
-                         : program_->ways(beside.stage).gradients_in;
-  Progress progress = await(ways, beside.microbatch, seconds);
-  std::vector<Incoming> incoming;
-  if (progress == Progress::kNext) {
-    progress =
-        collect(program_->ways(action().stage).values_in, seconds, &incoming);
-  }
-  if (progress != Progress::kNext) {
-    return progress;
-  }
-  std::vector<Incoming> gradients;
-  take(ways, beside.microbatch, &gradients);
-  if (failed()) {
-    return Progress::kAgain;
-  }
-  stamp_ready();
-  enter(std::move(incoming));
-  beside_.emplace(Beside{std::move(gradients)});
-  return Progress::kAsk;
-}
-
-void Machine::overlap() {
-  TORCH_CHECK(
-      beside_ && !beside_->running && !beside_->done,
-      "PipelineRunner: expected one call of backward in a stage that runs a "
-      "forward beside it, but got another");
-  beside_->running = true;
-  run_backward(program_->row()[at_ + 1], beside_->incoming);
-  beside_->running = false;
-  beside_->done = true;
 }
 
 // Prepares what came in as the values of the request.
@@ -175,7 +121,11 @@ void Machine::take_answer(std::vector<Packed> answer) {
   if (training_) {
     leave(answer);
   }
+  if (last) {
+    watch_loss(answer);
+  }
   for (size_t i = 0; i < ways.size(); ++i) {
+    watch_made(ways[i], answer[i].tensors);
     results_[key(ways[i], now.microbatch)] = std::move(answer[i]);
   }
 }
@@ -203,8 +153,8 @@ void Machine::leave(const std::vector<Packed>& answer) {
 
 // A value has gone one of its ways. After the last one its memory is freed: the
 // backward needs the graph only.
-void Machine::left(const Way& way, uint32_t microbatch) {
-  const auto found = graphs_.find({way.source, microbatch});
+void Machine::left(const Way& way) {
+  const auto found = graphs_.find({way.source, action().microbatch});
   if (way.source > way.target || found == graphs_.end() ||
       --found->second.unsent > 0) {
     return;
@@ -215,11 +165,11 @@ void Machine::left(const Way& way, uint32_t microbatch) {
 
 // The gradients of a stage's outputs, undefined where none arrived.
 std::vector<at::Tensor> Machine::output_gradients(
-    Action which,
     const std::vector<Incoming>& incoming,
     const Graph& graph) const {
   std::vector<at::Tensor> gradients;
-  if (program_->is_last(which.stage)) {
+  const Action now = action();
+  if (program_->is_last(now.stage)) {
     return graph.seed.defined() ? std::vector<at::Tensor>{graph.seed}
                                 : std::vector<at::Tensor>();
   }
@@ -238,53 +188,53 @@ std::vector<at::Tensor> Machine::output_gradients(
   TORCH_CHECK(
       fits,
       "PipelineRunner: expected a gradient or None for each output of stage ",
-      which.stage,
+      now.stage,
       ", but got others");
   return gradients;
 }
 
-Machine::Progress Machine::backward(double seconds) {
-  const Action now = action();
-  std::vector<Incoming> incoming;
-  const Progress progress =
-      program_->is_last(now.stage)
-          ? Progress::kNext
-          : collect(program_->ways(now.stage).gradients_in, seconds, &incoming);
-  if (progress != Progress::kNext) {
-    return progress;
-  }
-  stamp_ready();
-  run_backward(now, incoming);
-  return Progress::kNext;
+// Where the gradients of the stage's outputs come from.
+const std::vector<Way>& Machine::gradients_in() const {
+  static const std::vector<Way> none;
+  const uint16_t stage = action().stage;
+  return program_->is_last(stage) ? none : program_->ways(stage).gradients_in;
 }
 
-void Machine::run_backward(
-    Action which,
-    const std::vector<Incoming>& incoming) {
-  const auto found = graphs_.find({which.stage, which.microbatch});
+Machine::Progress Machine::backward(double seconds) {
+  std::vector<Incoming> incoming;
+  const Progress progress = collect(gradients_in(), seconds, &incoming);
+  if (progress == Progress::kNext) {
+    watch_ready(incoming);
+    run_backward(incoming);
+  }
+  return progress;
+}
+
+void Machine::run_backward(const std::vector<Incoming>& incoming) {
+  const Action now = action();
+  const auto found = graphs_.find({now.stage, now.microbatch});
   TORCH_INTERNAL_ASSERT(found != graphs_.end(), "a backward before its F");
   Graph& graph = found->second;
-  const std::vector<at::Tensor> gradients =
-      output_gradients(which, incoming, graph);
-  if (which.op == Op::kBackward) {
-    keep_gradients(which, graph.backward.full(gradients), graph);
+  const std::vector<at::Tensor> gradients = output_gradients(incoming, graph);
+  if (now.op == Op::kBackward) {
+    keep_gradients(graph.backward.full(gradients), graph);
     graphs_.erase(found);
   } else {
-    const auto split = splits_.find(which.stage);
+    const auto split = splits_.find(now.stage);
     keep_gradients(
-        which,
         graph.backward.input(
             gradients, split == splits_.end() ? Split::kAuto : split->second),
         graph);
+    watch_gradients();
   }
 }
 
 // Keeps the gradients of a stage's inputs for the stages that made these.
 void Machine::keep_gradients(
-    Action which,
     const std::vector<at::Tensor>& gradients,
     const Graph& graph) {
-  const auto& ways = program_->ways(which.stage).gradients_out;
+  const Action now = action();
+  const auto& ways = program_->ways(now.stage).gradients_out;
   auto next = gradients.begin();
   for (size_t k = 0; k < ways.size(); ++k) {
     Packed packed{"[", {}};
@@ -295,7 +245,8 @@ void Machine::keep_gradients(
       }
     }
     packed.structure += ']';
-    results_[key(ways[k], which.microbatch)] = std::move(packed);
+    watch_made(ways[k], packed.tensors);
+    results_[key(ways[k], now.microbatch)] = std::move(packed);
   }
 }
 

@@ -20,6 +20,7 @@ StageCosts share(StageCosts whole, double parts) {
         &whole.static_bytes}) {
     *cost /= parts;
   }
+  whole.shared_bytes = std::min(whole.shared_bytes, whole.activation_bytes);
   for (std::optional<double>* cost : {&whole.backward, &whole.pair}) {
     if (*cost) {
       **cost /= parts;

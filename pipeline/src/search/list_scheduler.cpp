@@ -182,9 +182,11 @@ class ListScheduler {
     Stage& stage = stages_[s];
     const StageCosts& of = costs_.of(s);
     const double kept = policy_.weights[s];
-    const double part = of.activation_bytes > 0
-                            ? of.released_at_input / of.activation_bytes
-                            : 0;
+    // What I keeps more is left to the check of the peak.
+    const double part =
+        of.activation_bytes > 0
+            ? std::max(0.0, of.released_at_input) / of.activation_bytes
+            : 0;
     double end = now;
     uint32_t i = 0;
     if (op == Op::kForward) {

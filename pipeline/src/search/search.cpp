@@ -25,7 +25,7 @@ class Search {
         trials_(options_) {
     const size_t stages = given_.stages.size();
     const size_t least =
-        sizes_.ranks * (options.chunks == 0 ? 1u : sizes_.chunks);
+        size_t{sizes_.ranks} * (options.chunks == 0 ? 1u : sizes_.chunks);
     const bool whole = options.chunks == 0 ? stages % least == 0 && stages > 0
                                            : stages == least;
     if (stages != 1 && !whole) {

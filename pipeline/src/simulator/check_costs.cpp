@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <simulator/check_costs.h>
 
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 #include <stdexcept>
@@ -65,12 +66,21 @@ void check_stage(const Checker& check, const StageCosts& costs) {
   check.cost(costs.boundary_bytes, "boundary_bytes");
   check.cost(costs.transient_bytes, "transient_bytes");
   check.cost(costs.static_bytes, "static_bytes");
-  check.cost(costs.released_at_input, "released_at_input");
-  if (costs.released_at_input > costs.activation_bytes) {
+  // Negative where I makes more than it lets go of.
+  if (!(costs.released_at_input <= costs.activation_bytes) ||
+      !std::isfinite(costs.released_at_input)) {
     check.fail(
         "at most activation_bytes, " + std::to_string(costs.activation_bytes),
         std::to_string(costs.released_at_input),
         "released_at_input");
+  }
+  check.cost(costs.shared_bytes, "shared_bytes");
+  const double most = std::min(costs.activation_bytes, costs.boundary_bytes);
+  if (costs.shared_bytes > most) {
+    check.fail(
+        "at most activation_bytes and boundary_bytes, " + std::to_string(most),
+        std::to_string(costs.shared_bytes),
+        "shared_bytes");
   }
 }
 

@@ -38,7 +38,7 @@ std::vector<int64_t> Transport::Engine::control_peers() const {
 
 int Transport::Engine::tag(Channel channel, int64_t from, int64_t to) const {
   return static_cast<int>(
-      2 * ((static_cast<int64_t>(channel) * size_ + from) * size_ + to));
+      kTags * ((static_cast<int64_t>(channel) * size_ + from) * size_ + to));
 }
 
 Transport::Engine::Outgoing&
@@ -48,6 +48,7 @@ Transport::Engine::outgoing(int64_t peer, Channel channel) {
     link = std::make_unique<Outgoing>();
     link->peer = peer;
     link->tag = tag(channel, rank_, peer);
+    link->foretells = channel != Channel::kControl;
     const auto delay = options_.link_delay.find({rank_, peer});
     if (delay != options_.link_delay.end() && channel != Channel::kControl) {
       link->delay = in_seconds(delay->second);
@@ -73,7 +74,8 @@ void Transport::Engine::begin(uint64_t step, bool evaluation) {
   flags_ = evaluation ? kEvaluation : 0;
 }
 
-// Ends the waits of callers that have lasted long enough.
+// Ends the waits of callers that have lasted long enough, and doubt about why
+// the links are lost.
 void Transport::Engine::watch() {
   Lock lock(mutex_);
   while (!stopping_) {
@@ -83,6 +85,7 @@ void Transport::Engine::watch() {
         abort_wait(waiting.work);
       }
     }
+    give_verdict(lock);
   }
 }
 
@@ -183,6 +186,14 @@ void Transport::Engine::close() {
     }
     was_lost = lost();
   }
+  if (!was_lost) {
+    // The others may be a moment behind, for example tell each other how the
+    // last step ended. That this rank leaves is no fault as long as it owes
+    // nothing.
+    Header header;
+    header.flags = kGoodbye;
+    tell_all(header, -1);
+  }
   // What was sent last may still be on its way: the answer of the hub, or the
   // alarm. After a loss the peer may be gone, so the wait is short.
   flush(was_lost ? 0.5 : 5.0);
@@ -203,7 +214,7 @@ void Transport::Engine::close() {
   }
   const Lock lock(mutex_);
   for (auto& entry : incoming_) {
-    entry.second->asked.clear();
+    entry.second->queue.clear();
   }
   receipts_.clear();
   outgoing_.clear();

@@ -167,6 +167,14 @@ const char* class_name(MessageClass message_class) {
 
 } // namespace
 
+size_t encoded_bytes(const Header& header) {
+  size_t bytes = kFixedBytes + header.structure.size();
+  for (const TensorMeta& meta : header.tensors) {
+    bytes += 3 + sizeof(int64_t) * meta.sizes.size();
+  }
+  return std::max(bytes, kFrameBytes);
+}
+
 std::vector<uint8_t> encode(const Header& header) {
   Writer body;
   body.put_text(header.structure);

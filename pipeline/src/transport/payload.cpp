@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -18,11 +19,13 @@ bool can_travel(c10::ScalarType type) {
 } // namespace
 
 at::Tensor payload_bytes(const at::Tensor& tensor) {
+  // A tensor of one element counts as contiguous whatever its strides are, for
+  // example 0 after expand(), but only a stride of 1 may be seen as bytes.
   return tensor.detach()
       .resolve_conj()
       .resolve_neg()
       .contiguous()
-      .view({-1})
+      .as_strided({tensor.numel()}, {1})
       .view(c10::ScalarType::Byte);
 }
 
@@ -74,6 +77,31 @@ size_t payload_size(const std::vector<at::Tensor>& tensors) {
   return sum;
 }
 
+uint8_t* copy_payload(const at::Tensor& tensor, uint8_t* to) {
+  const size_t size = payload_size(tensor);
+  if (size > 0) {
+    const bool plain =
+        tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+    const at::Tensor bytes = plain ? tensor : payload_bytes(tensor);
+    std::memcpy(to, bytes.const_data_ptr(), size);
+  }
+  return to + size;
+}
+
+bool same_layout(
+    const std::vector<TensorMeta>& layout,
+    const std::vector<TensorMeta>& tensors) {
+  return !layout.empty() && std::equal(
+                                layout.begin(),
+                                layout.end(),
+                                tensors.begin(),
+                                tensors.end(),
+                                [](const TensorMeta& a, const TensorMeta& b) {
+                                  return a.dtype == b.dtype &&
+                                         a.sizes == b.sizes;
+                                });
+}
+
 void check(const Header& expected, const Header& header) {
   const bool same =
       (header.message_class == expected.message_class ||
@@ -85,6 +113,16 @@ void check(const Header& expected, const Header& header) {
   if (!same) {
     throw HeaderError(describe(header));
   }
+}
+
+Header decode_frames(const at::Tensor& frame, const at::Tensor& second) {
+  const auto* data = frame.const_data_ptr<uint8_t>();
+  std::vector<uint8_t> bytes(data, data + kFrameBytes);
+  if (second.defined()) {
+    const auto* rest = second.const_data_ptr<uint8_t>();
+    bytes.insert(bytes.end(), rest, rest + second.numel());
+  }
+  return decode(bytes);
 }
 
 Message unpack(const at::Tensor& buffer) {

@@ -27,9 +27,20 @@ TensorMeta meta_of(const at::Tensor& tensor);
 size_t payload_size(const at::Tensor& tensor);
 size_t payload_size(const std::vector<at::Tensor>& tensors);
 
+// Writes the bytes of a tensor's elements; returns where they end.
+uint8_t* copy_payload(const at::Tensor& tensor, uint8_t* to);
+
+// Whether there are tensors, and of the same types and shapes.
+bool same_layout(
+    const std::vector<TensorMeta>& layout,
+    const std::vector<TensorMeta>& tensors);
+
 // Throws HeaderError with the words of `header` unless it is the one expected,
 // or poison in its place.
 void check(const Header& expected, const Header& header);
+
+// Reads a header that lies in a frame and, if that announces one, a second one.
+Header decode_frames(const at::Tensor& frame, const at::Tensor& second);
 
 // Reads a message that lies in one piece in `buffer`, after a frame that
 // `decode_fixed` accepts.

@@ -7,8 +7,8 @@
 
 namespace torch_sm3::pipeline {
 int64_t
-Transport::Engine::receive(int64_t peer, Channel channel, Header expected) {
-  Lock lock(mutex_);
+Transport::Engine::expect(int64_t peer, Channel channel, Header expected) {
+  const Lock lock(mutex_);
   const int64_t ticket = next_ticket_++;
   auto receipt = std::make_shared<Receipt>();
   expected.message_class = class_of(channel);
@@ -18,18 +18,33 @@ Transport::Engine::receive(int64_t peer, Channel channel, Header expected) {
   receipt->channel = channel;
   receipt->expected = std::move(expected);
   receipts_[ticket] = receipt;
-  if (lost() || stopping_) {
-    return ticket;
+  if (!lost() && !stopping_) {
+    incoming(peer, channel).queue.push_back(std::move(receipt));
   }
-  Incoming& link = incoming(peer, channel);
-  link.asked.push_back(std::move(receipt));
+  return ticket;
+}
+
+void Transport::Engine::ask(int64_t ticket) {
+  Lock lock(mutex_);
+  const std::shared_ptr<Receipt> receipt = receipt_of(ticket);
+  receipt->asked = true;
+  Incoming& link = incoming(receipt->peer, receipt->channel);
+  if (lost() || stopping_) {
+    return;
+  }
   try {
-    if (channel == Channel::kControl) {
+    if (receipt->channel == Channel::kControl) {
+      receipt->threaded = true;
       match(link);
-      return ticket;
+      const bool never = link.left && !link.queue.empty();
+      lock.unlock();
+      if (never) {
+        fail_with(lost_peer(receipt->peer), receipt->peer);
+      }
+      return;
     }
     post_frames(link);
-    if (link.asked.size() == 1) {
+    if (link.queue.front() == receipt) {
       next_message(link);
     }
   } catch (const HeaderError& error) {
@@ -38,9 +53,19 @@ Transport::Engine::receive(int64_t peer, Channel channel, Header expected) {
     fail_with(broken_protocol(link, what));
   } catch (const std::exception&) {
     lock.unlock();
-    fail_with(lost_peer(peer), peer);
+    fail_with(lost_peer(receipt->peer), receipt->peer);
   }
-  return ticket;
+}
+
+std::shared_ptr<Transport::Engine::Receipt>
+Transport::Engine::receipt_of(int64_t ticket) const {
+  const auto found = receipts_.find(ticket);
+  TORCH_CHECK_VALUE(
+      found != receipts_.end(),
+      "PipelineTransport: expected a ticket of receive, but got ",
+      ticket,
+      " (argument 'ticket')");
+  return found->second;
 }
 
 at::Tensor Transport::Engine::take_buffer(Incoming& link) {
@@ -52,29 +77,37 @@ at::Tensor Transport::Engine::take_buffer(Incoming& link) {
   return buffer;
 }
 
-// Begins to receive the frames of as many messages as may be under way, so that
-// a message leaves its sender even while its receiver computes or waits for
-// something else.
+// Begins to receive the frames of the next messages, so that they leave their
+// sender even while their receiver computes or waits for something else.
 void Transport::Engine::post_frames(Incoming& link) {
   const size_t most =
-      std::min(link.asked.size(), static_cast<size_t>(options_.max_pending));
-  for (size_t i = 0; i < most; ++i) {
-    Receipt& receipt = *link.asked[i];
-    if (!receipt.posted) {
-      receipt.posted = true;
-      receipt.buffer = take_buffer(link);
-      receipt.frame = post_receive(link, receipt.buffer, link.tag);
-    }
+      std::min({link.queue.size(), kAhead, link.posted + kAtOnce});
+  for (; link.posted < most; ++link.posted) {
+    Receipt& receipt = *link.queue[link.posted];
+    receipt.buffer = take_buffer(link);
+    receipt.works.push_back(
+        post_receive(link, receipt.buffer, link.tag + kFrameTag));
   }
 }
 
-// Decides who receives the first message of a link.
+// Goes on to the next message of a link, the first one being here.
+void Transport::Engine::pop(Incoming& link) {
+  link.queue.pop_front();
+  --link.posted;
+  post_frames(link);
+  next_message(link);
+}
+
+// Makes ready for the first message of a link if it was asked for, and decides
+// who receives it.
 void Transport::Engine::next_message(Incoming& link) {
-  if (link.asked.empty()) {
+  if (link.queue.empty() || !link.queue.front()->asked) {
     return;
   }
-  link.asked.front()->threaded = link.large || stuck_ > 0;
-  if (!link.asked.front()->threaded) {
+  Receipt& first = *link.queue.front();
+  offer(link, first);
+  first.threaded = link.surprised || stuck_ > 0;
+  if (!first.threaded) {
     return;
   }
   if (!link.thread.joinable()) {
@@ -83,13 +116,30 @@ void Transport::Engine::next_message(Incoming& link) {
   link.wake.notify_one();
 }
 
+// Begins to receive a payload like the one before. Whoever waits for the
+// message waits for this first: it comes after the frame, whatever it is.
+void Transport::Engine::offer(Incoming& link, Receipt& receipt) {
+  if (receipt.phase != Phase::kFrame || !receipt.offer.empty()) {
+    return;
+  }
+  std::deque<Work> works;
+  for (const TensorMeta& meta : link.layout) {
+    receipt.offer.push_back(allocate(meta));
+    if (!meta.empty()) {
+      const at::Tensor bytes = payload_bytes(receipt.offer.back());
+      works.push_back(post_receive(link, bytes, link.tag + kOfferTag));
+    }
+  }
+  receipt.works.insert(receipt.works.begin(), works.begin(), works.end());
+}
+
 // Lets the threads receive what was asked for, while a caller waits for another
 // thing: its peer may wait for one of these messages to leave.
 void Transport::Engine::hand_over() {
   for (auto& entry : incoming_) {
     Incoming& link = *entry.second;
-    if (entry.first.second != Channel::kControl && !link.asked.empty() &&
-        !link.asked.front()->threaded && !link.asked.front()->awaited) {
+    if (entry.first.second != Channel::kControl && !link.queue.empty() &&
+        !link.queue.front()->threaded && !link.queue.front()->awaited) {
       next_message(link);
     }
   }
@@ -97,45 +147,33 @@ void Transport::Engine::hand_over() {
 
 // Does what can be done for the first message of a link until `limit`.
 void Transport::Engine::progress(Lock& lock, Incoming& link, Time limit) {
-  const std::shared_ptr<Receipt> first = link.asked.front();
-  if (first->threaded || !first->frame) {
+  const std::shared_ptr<Receipt> first = link.queue.front();
+  if (first->threaded) {
     patiently(limit, [&](Time until) {
       return changed_.wait_until(
           lock, until, [&] { return lost() || first->message; });
     });
     return;
   }
-  first->awaited = true;
-  const bool done = wait_for(lock, first->frame, limit);
-  first->awaited = false;
-  if (!done || lost() || stopping_) {
+  if (const Work work = advance(link, *first)) {
+    first->awaited = true;
+    const bool done = wait_for(lock, work, limit);
+    first->awaited = false;
+    if (done) {
+      first->works.pop_front();
+    }
     return;
   }
-  if (open_frame(link, *first)) {
-    link.asked.pop_front();
-    post_frames(link);
-    next_message(link);
-    return;
-  }
-  // The payload is a transmission of its own; the next ones will be, too, and
-  // from now on they move while the caller computes.
-  link.large = true;
-  next_message(link);
+  pop(link);
 }
 
 Outcome Transport::Engine::wait(int64_t ticket, double seconds) {
   Lock lock(mutex_);
-  const auto found = receipts_.find(ticket);
-  TORCH_CHECK_VALUE(
-      found != receipts_.end(),
-      "PipelineTransport: expected a ticket of receive, but got ",
-      ticket,
-      " (argument 'ticket')");
-  const std::shared_ptr<Receipt> receipt = found->second;
+  const std::shared_ptr<Receipt> receipt = receipt_of(ticket);
   Incoming& link = incoming(receipt->peer, receipt->channel);
   const Time limit = limit_of(&receipt->since, seconds);
   try {
-    while (!receipt->message && !lost() && Clock::now() < limit) {
+    while (!receipt->message && !lost() && !stopping_ && Clock::now() < limit) {
       progress(lock, link, limit);
     }
   } catch (const HeaderError& error) {
@@ -151,7 +189,7 @@ Outcome Transport::Engine::wait(int64_t ticket, double seconds) {
   if (receipt->message) {
     return Outcome::kDone;
   }
-  if (lost()) {
+  if (lost() || stopping_) {
     return Outcome::kLost;
   }
   if (!overdue(receipt->since)) {
@@ -187,19 +225,76 @@ Transport::Engine::Work Transport::Engine::post_receive(
   return group_->recv(one, static_cast<int>(link.peer), tag);
 }
 
-// Takes the message whose frame has arrived, if it is whole. The caller holds
-// mutex_.
-bool Transport::Engine::open_frame(Incoming& link, Receipt& receipt) {
-  receipt.frame.reset();
-  const Header head = decode_fixed(receipt.buffer.const_data_ptr<uint8_t>());
-  // Compared before anything is allocated for it.
-  check(receipt.expected, head);
-  if ((head.flags & kTogether) == 0) {
-    return false;
+// Does all for a message that needs no waiting; returns what is to be waited
+// for, nothing if the message is whole. The caller holds mutex_.
+Transport::Engine::Work
+Transport::Engine::advance(Incoming& link, Receipt& receipt) {
+  while (receipt.works.empty()) {
+    switch (receipt.phase) {
+      case Phase::kFrame:
+        open_frame(link, receipt);
+        break;
+      case Phase::kHeader:
+        open_header(link, receipt);
+        break;
+      case Phase::kPayload:
+        receipt.message = std::move(receipt.arriving);
+        return {};
+    }
   }
-  receipt.message = unpack(receipt.buffer);
+  return receipt.works.front();
+}
+
+void Transport::Engine::open_frame(Incoming& link, Receipt& receipt) {
+  const auto* frame = receipt.buffer.const_data_ptr<uint8_t>();
+  const Header head = decode_fixed(frame);
+  if (receipt.channel != Channel::kControl) {
+    // Compared before anything is allocated for it. Control messages come
+    // before anyone asks.
+    check(receipt.expected, head);
+  }
+  receipt.phase = Phase::kHeader;
+  const size_t more = second_frame_bytes(frame);
+  if ((head.flags & kTogether) == 0 && more > 0) {
+    receipt.second = empty_bytes(more);
+    receipt.works.push_back(
+        post_receive(link, receipt.second, link.tag + kRestTag));
+  }
+}
+
+// Takes a small payload out of the frame's buffer, or the offer, or begins to
+// receive a payload that was not foretold.
+void Transport::Engine::open_header(Incoming& link, Receipt& receipt) {
+  receipt.phase = Phase::kPayload;
+  const uint8_t flags =
+      decode_fixed(receipt.buffer.const_data_ptr<uint8_t>()).flags;
+  if ((flags & kTogether) != 0) {
+    receipt.arriving = unpack(receipt.buffer);
+    link.layout.clear();
+    link.surprised = false;
+  } else {
+    Message message{decode_frames(receipt.buffer, receipt.second), {}};
+    link.surprised = (flags & kOffered) == 0;
+    if (!link.surprised) {
+      if (!same_layout(link.layout, message.header.tensors)) {
+        throw HeaderError("header: expected the tensors of the message before");
+      }
+      message.tensors = std::move(receipt.offer);
+    } else {
+      for (const TensorMeta& meta : message.header.tensors) {
+        message.tensors.push_back(allocate(meta));
+        if (!meta.empty()) {
+          const at::Tensor bytes = payload_bytes(message.tensors.back());
+          receipt.works.push_back(
+              post_receive(link, bytes, link.tag + kRestTag));
+        }
+      }
+    }
+    link.layout = message.header.tensors;
+    receipt.arriving = std::move(message);
+  }
+  receipt.offer.clear();
   link.spare.push_back(std::move(receipt.buffer));
-  return true;
 }
 
 } // namespace torch_sm3::pipeline

@@ -3,6 +3,8 @@
 #include <transport/engine.h>
 #include <transport/payload.h>
 
+#include <algorithm>
+
 namespace torch_sm3::pipeline {
 // Waits until at most `most` messages of a link are under way.
 bool Transport::Engine::make_room(
@@ -38,79 +40,115 @@ Outcome Transport::Engine::send(
     Header header,
     const std::vector<at::Tensor>& tensors,
     double seconds) {
-  Lock lock(mutex_);
-  Outgoing& link = outgoing(peer, channel);
   if (header.message_class != MessageClass::kPoison) {
     header.message_class = class_of(channel);
   }
-  header.step = step_;
-  header.flags = flags_;
-  bool posted = false;
+  Outgoing* link = nullptr;
+  {
+    const Lock lock(mutex_);
+    link = &outgoing(peer, channel);
+    header.step = step_;
+    header.flags = flags_;
+  }
   try {
-    const auto most = static_cast<size_t>(options_.max_pending - 1);
-    const Time limit = limit_of(&link.full_since, seconds);
-    const bool room = !lost() && make_room(lock, link, most, limit);
-    if (lost() || stopping_) {
-      return Outcome::kLost;
+    const Outcome room = await_room(*link, channel, header, seconds);
+    if (room != Outcome::kDone) {
+      return room;
     }
-    if (!room && !overdue(link.full_since)) {
-      return Outcome::kPending;
-    }
-    if (room) {
-      link.full_since.reset();
-      lock.unlock();
-      post(link, header, tensors);
-      posted = true;
-    }
-  } catch (const c10::TypeError&) {
-    throw; // the caller's tensors, not the link
-  } catch (const HeaderError& error) {
-    TORCH_CHECK_VALUE(false, error.what());
   } catch (const std::exception&) {
-    lock = Lock();
     fail_with(lost_peer(peer), peer);
     return Outcome::kLost;
   }
-  if (posted) {
+  // What fails here is the caller's message; what fails later is the link.
+  Parcel parcel = wrap(*link, std::move(header), tensors);
+  try {
+    post(*link, std::move(parcel));
+  } catch (const std::exception&) {
+    fail_with(lost_peer(peer), peer);
+    return Outcome::kLost;
+  }
+  return Outcome::kDone;
+}
+
+// Waits until one more message of a link may be under way.
+Outcome Transport::Engine::await_room(
+    Outgoing& link,
+    Channel channel,
+    const Header& header,
+    double seconds) {
+  Lock lock(mutex_);
+  const auto most = static_cast<size_t>(options_.max_pending - 1);
+  const Time limit = limit_of(&link.full_since, seconds);
+  const bool room = !lost() && make_room(lock, link, most, limit);
+  if (lost() || stopping_) {
+    return Outcome::kLost;
+  }
+  if (room) {
+    link.full_since.reset();
     return Outcome::kDone;
   }
+  if (!overdue(link.full_since)) {
+    return Outcome::kPending;
+  }
   lock.unlock();
-  fail_with(timed_out(true, channel, header, peer));
+  fail_with(timed_out(true, channel, header, link.peer));
   return Outcome::kLost;
 }
 
-void Transport::Engine::post(
+// Puts a header and its tensors into the form in which they travel. For the one
+// caller of the channel; nothing throws once the link has changed.
+Transport::Engine::Parcel Transport::Engine::wrap(
     Outgoing& link,
     Header header,
     const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) {
     header.tensors.push_back(meta_of(tensor));
   }
-  const size_t rest = encode(header).size() - kFrameBytes;
-  const bool small = rest + payload_size(tensors) <= kSmallPayload;
-  header.flags |= small ? kTogether : 0;
-  std::vector<uint8_t> bytes = encode(header);
-  std::vector<at::Tensor> payload;
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.numel() > 0) {
-      payload.push_back(payload_bytes(tensor));
-    }
+  const size_t rest = encoded_bytes(header) - kFrameBytes;
+  const size_t payload = payload_size(tensors);
+  const bool small = rest <= kSmallPayload && payload <= kSmallPayload - rest;
+  const bool offered = !small && same_layout(link.layout, header.tensors);
+  header.flags |= small ? kTogether : offered ? kOffered : 0;
+  std::vector<uint8_t> bytes;
+  try {
+    bytes = encode(header);
+  } catch (const HeaderError& error) {
+    TORCH_CHECK_VALUE(false, error.what());
   }
   Parcel parcel;
   if (small) {
-    for (const at::Tensor& part : payload) {
-      const auto* data = part.const_data_ptr<uint8_t>();
-      bytes.insert(bytes.end(), data, data + part.numel());
+    const at::Tensor whole = empty_bytes(bytes.size() + payload);
+    auto* to = std::copy(
+        bytes.begin(), bytes.end(), whole.mutable_data_ptr<uint8_t>());
+    for (const at::Tensor& tensor : tensors) {
+      to = copy_payload(tensor, to);
     }
-    parcel.tensors = {as_tensor(bytes.data(), bytes.size())};
+    parcel.parts.push_back({whole, kFrameTag});
   } else {
-    parcel.tensors = {as_tensor(bytes.data(), kFrameBytes)};
-    if (bytes.size() > kFrameBytes) {
-      parcel.tensors.push_back(
-          as_tensor(bytes.data() + kFrameBytes, bytes.size() - kFrameBytes));
+    parcel.parts.push_back({as_tensor(bytes.data(), kFrameBytes), kFrameTag});
+    if (rest > 0) {
+      parcel.parts.push_back(
+          {as_tensor(bytes.data() + kFrameBytes, rest), kRestTag});
     }
-    parcel.tensors.insert(parcel.tensors.end(), payload.begin(), payload.end());
   }
+  for (const TensorMeta& meta : link.layout) {
+    if (!offered && !meta.empty()) {
+      parcel.parts.push_back({as_tensor(bytes.data(), 1), kOfferTag});
+    }
+  }
+  for (const at::Tensor& tensor : tensors) {
+    if (!small && tensor.numel() > 0) {
+      parcel.parts.push_back(
+          {payload_bytes(tensor), offered ? kOfferTag : kRestTag});
+    }
+  }
+  if (link.foretells) {
+    link.layout = small ? std::vector<TensorMeta>() : header.tensors;
+  }
+  return parcel;
+}
+
+void Transport::Engine::post(Outgoing& link, Parcel parcel) {
   const Lock posting(posting_);
   if (link.delay.count() == 0) {
     post_parcel(link, parcel);
@@ -123,13 +161,11 @@ void Transport::Engine::post(
   link.parcels.push_back(std::move(parcel));
 }
 
-// The frame, then what did not fit it.
 void Transport::Engine::post_parcel(const Outgoing& link, Parcel& parcel) {
-  int tag = link.tag;
-  for (const at::Tensor& tensor : parcel.tensors) {
-    std::vector<at::Tensor> one{tensor};
-    parcel.works.push_back(group_->send(one, static_cast<int>(link.peer), tag));
-    tag = payload_tag(link.tag);
+  for (const Part& part : parcel.parts) {
+    std::vector<at::Tensor> one{part.bytes};
+    parcel.works.push_back(
+        group_->send(one, static_cast<int>(link.peer), link.tag + part.tag));
   }
 }
 

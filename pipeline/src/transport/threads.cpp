@@ -35,39 +35,26 @@ bool Transport::Engine::await(Incoming& link, const Work& work) {
   return done && !stopping_;
 }
 
-// Receives what follows a frame; nothing is returned if the transport closes.
-// For the link's thread.
-std::optional<Message>
-Transport::Engine::pull_rest(Incoming& link, const at::Tensor& buffer) {
-  const auto* data = buffer.const_data_ptr<uint8_t>();
-  const int tag = payload_tag(link.tag);
-  std::vector<uint8_t> bytes(data, data + kFrameBytes);
-  if (const size_t more = second_frame_bytes(data)) {
-    const at::Tensor frame = empty_bytes(more);
-    if (!await(link, post_receive(link, frame, tag))) {
-      return std::nullopt;
+// Receives a message; false if the transport closes. For the link's thread.
+bool Transport::Engine::complete(Incoming& link, Receipt& receipt) {
+  while (true) {
+    Work work;
+    {
+      const Lock lock(mutex_);
+      work = advance(link, receipt);
     }
-    const auto* rest = frame.const_data_ptr<uint8_t>();
-    bytes.insert(bytes.end(), rest, rest + more);
-  }
-  Message message{decode(bytes), {}};
-  std::vector<Work> works;
-  for (const TensorMeta& meta : message.header.tensors) {
-    message.tensors.push_back(allocate(meta));
-    if (message.tensors.back().numel() > 0) {
-      works.push_back(
-          post_receive(link, payload_bytes(message.tensors.back()), tag));
+    if (!work) {
+      return true;
     }
-  }
-  for (const Work& work : works) {
     if (!await(link, work)) {
-      return std::nullopt;
+      return false;
     }
+    const Lock lock(mutex_);
+    receipt.works.pop_front();
   }
-  return message;
 }
 
-// Receives messages with a payload of its own while the caller computes.
+// Receives messages while the caller computes.
 void Transport::Engine::run_incoming(Incoming& link) {
   while (true) {
     std::shared_ptr<Receipt> receipt;
@@ -75,33 +62,18 @@ void Transport::Engine::run_incoming(Incoming& link) {
       Lock lock(mutex_);
       link.wake.wait(lock, [&] {
         return stopping_ ||
-               (!link.asked.empty() && link.asked.front()->threaded);
+               (!link.queue.empty() && link.queue.front()->threaded);
       });
       if (stopping_) {
         return;
       }
-      receipt = link.asked.front();
+      receipt = link.queue.front();
     }
-    if (receipt->frame) {
-      if (!await(link, receipt->frame)) {
-        return;
-      }
-      const Lock lock(mutex_);
-      link.large = !open_frame(link, *receipt);
-    }
-    if (!receipt->message) {
-      std::optional<Message> message = pull_rest(link, receipt->buffer);
-      if (!message) {
-        return;
-      }
-      const Lock lock(mutex_);
-      receipt->message = std::move(message);
-      link.spare.push_back(std::move(receipt->buffer));
+    if (!complete(link, *receipt)) {
+      return;
     }
     const Lock lock(mutex_);
-    link.asked.pop_front();
-    post_frames(link);
-    next_message(link);
+    pop(link);
     changed_.notify_all();
   }
 }
@@ -109,31 +81,52 @@ void Transport::Engine::run_incoming(Incoming& link) {
 // Control messages are received before anyone asks, because an alarm may come
 // at any time.
 void Transport::Engine::run_control(Incoming& link) {
-  const at::Tensor buffer = empty_bytes(kFrameBytes + kSmallPayload);
-  while (await(link, post_receive(link, buffer, link.tag))) {
-    const Header head = decode_fixed(buffer.const_data_ptr<uint8_t>());
-    std::optional<Message> message = (head.flags & kTogether) != 0
-                                         ? unpack(buffer)
-                                         : pull_rest(link, buffer);
-    if (!message) {
+  while (true) {
+    Receipt receipt;
+    receipt.channel = Channel::kControl;
+    {
+      const Lock lock(mutex_);
+      receipt.buffer = take_buffer(link);
+      receipt.works.push_back(
+          post_receive(link, receipt.buffer, link.tag + kFrameTag));
+    }
+    if (!complete(link, receipt)) {
       return;
     }
-    if ((message->header.flags & kAlarm) != 0) {
-      fail(message->header.structure, link.peer);
+    Message message = std::move(*receipt.message);
+    const Header& header = message.header;
+    if ((header.flags & kAlarm) != 0) {
+      settle(header.structure, link.peer);
       continue;
     }
-    const Lock lock(mutex_);
-    link.unasked.push_back(std::move(*message));
+    if ((header.flags & kReport) != 0) {
+      const auto awaited = static_cast<int64_t>(header.microbatch) - 1;
+      consider({link.peer, awaited, -1, header.structure});
+      continue;
+    }
+    Lock lock(mutex_);
+    if ((header.flags & kGoodbye) != 0) {
+      link.left = true;
+      const bool owes =
+          !link.queue.empty() || (verdict_at_ && link.peer == options_.hub);
+      lock.unlock();
+      if (owes) {
+        fail_with(lost_peer(link.peer), link.peer);
+      }
+      return;
+    }
+    link.layout.clear(); // nobody offers to receive the same again
+    link.unasked.push_back(std::move(message));
     match(link);
   }
 }
 
 // Gives control messages to those who asked; the caller holds mutex_.
 void Transport::Engine::match(Incoming& link) {
-  while (!link.asked.empty() && !link.unasked.empty()) {
-    check(link.asked.front()->expected, link.unasked.front().header);
-    link.asked.front()->message = std::move(link.unasked.front());
-    link.asked.pop_front();
+  while (!link.queue.empty() && !link.unasked.empty()) {
+    check(link.queue.front()->expected, link.unasked.front().header);
+    link.queue.front()->message = std::move(link.unasked.front());
+    link.queue.pop_front();
     link.unasked.pop_front();
     changed_.notify_all();
   }

@@ -50,8 +50,18 @@ Outcome Transport::send(
   return engine_->send(peer, channel, std::move(header), tensors, seconds);
 }
 
+int64_t Transport::expect(int64_t peer, Channel channel, Header expected) {
+  return engine_->expect(peer, channel, std::move(expected));
+}
+
+void Transport::ask(int64_t ticket) {
+  engine_->ask(ticket);
+}
+
 int64_t Transport::receive(int64_t peer, Channel channel, Header expected) {
-  return engine_->receive(peer, channel, std::move(expected));
+  const int64_t ticket = engine_->expect(peer, channel, std::move(expected));
+  engine_->ask(ticket);
+  return ticket;
 }
 
 Outcome Transport::wait(int64_t ticket, double seconds) {
@@ -71,7 +81,7 @@ bool Transport::flush(double seconds) {
 }
 
 void Transport::fail(const std::string& structure) {
-  engine_->fail(structure, -1);
+  engine_->fail(structure);
 }
 
 std::string Transport::failure() const {

@@ -172,8 +172,9 @@ class Unpacker {
   int64_t integer(char mark) {
     const std::string_view piece = until(mark);
     int64_t value = 0;
-    const char* end = piece.data() + piece.size();
-    const auto [read, error] = std::from_chars(piece.data(), end, value);
+    const char* const begin = piece.data();
+    const char* const end = begin + piece.size();
+    const auto [read, error] = std::from_chars(begin, end, value);
     if (error != std::errc() || read != end) {
       refuse();
     }

@@ -21,6 +21,7 @@ Memory::Memory(const Program& program, const Costs& costs, LinkModel links)
       links_(links),
       changes_(size_t{4} * program.schedule().stages),
       sizes_(program.edges().size()),
+      shared_(program.edges().size()),
       resident_(program.schedule().ranks),
       pending_(program.channels()),
       channels_(program.schedule().ranks) {
@@ -33,6 +34,8 @@ Memory::Memory(const Program& program, const Costs& costs, LinkModel links)
   for (uint32_t i = 0; i < sizes_.size(); ++i) {
     const Edge& edge = program.edges()[i];
     if (edge.exists) {
+      const bool output = !edge.backward && edge.flags == 0;
+      shared_[i] = training && output ? costs.of(edge.source).shared_bytes : 0;
       fill_edge(i, edge);
     }
   }
@@ -67,8 +70,9 @@ void Memory::fill_edge(uint32_t index, const Edge& edge) {
       of(op, edge.target).gives += size;
     }
   } else {
-    of(Op::kForward, edge.source).takes += size;
-    of(Op::kForward, edge.target).gives += size;
+    of(Op::kForward, edge.source).takes += size - shared_[index];
+    of(Op::kForward, edge.target).gives +=
+        edge.crosses ? size : size - shared_[index];
   }
   if (edge.crosses) {
     channels_[edge.from].push_back(edge.channel);
@@ -83,7 +87,7 @@ Memory::Change& Memory::of(Op op, uint32_t stage) {
 
 Memory::Change Memory::change(Action action) {
   if (is_compute(action.op)) {
-    return of(action.op, action.stage);
+    return compute(action);
   }
   if (!is_message(action.op)) {
     return {};
@@ -92,16 +96,46 @@ Memory::Change Memory::change(Action action) {
   if (action.op == Op::kRecvForward || action.op == Op::kRecvBackward) {
     return {sizes_[index], 0, 0};
   }
+  return send(index, action.microbatch);
+}
+
+// A backward leaves what is still to be sent. Its first part, too: the output
+// was saved by a node that has run by then.
+Memory::Change Memory::compute(Action action) {
+  Change change = of(action.op, action.stage);
+  const uint32_t index =
+      program_.edge_of({Op::kSendForward, 0, action.stage, 0});
+  const bool ends =
+      action.op == Op::kBackward || action.op == Op::kBackwardInput;
+  if (ends && shared_[index] > 0 &&
+      unsettled_.erase(program_.slot(index, action.microbatch)) > 0) {
+    change.gives -= shared_[index];
+  }
+  return change;
+}
+
+Memory::Change Memory::send(uint32_t index, uint32_t microbatch) {
   if (links_.links == Links::kBlocking) {
-    return {0, sizes_[index], 0};
+    return {0, sizes_[index] - shared_[index], 0};
+  }
+  const size_t slot = program_.slot(index, microbatch);
+  if (shared_[index] > 0) {
+    unsettled_.insert(slot);
   }
   if (links_.links == Links::kPosted) {
     return {};
   }
   Fifo& pending = pending_[program_.edges()[index].channel];
-  pending.push(sizes_[index]);
+  // Slots are whole numbers far below 2^53.
+  pending.push(static_cast<double>(slot));
   const bool full = pending.size() > static_cast<size_t>(links_.max_pending);
-  return {0, full ? pending.pop() : 0, 0};
+  return {0, full ? leave(static_cast<size_t>(pending.pop())) : 0, 0};
+}
+
+// What was sent has left; the activation stays.
+double Memory::leave(size_t slot) {
+  const size_t index = slot / program_.schedule().microbatches;
+  return sizes_[index] - (unsettled_.erase(slot) > 0 ? shared_[index] : 0);
 }
 
 Memory::Peak Memory::peak(uint32_t rank) {

@@ -6,6 +6,7 @@
 #include <verifier/program.h>
 
 #include <algorithm>
+#include <unordered_set>
 #include <vector>
 
 /// \file
@@ -18,7 +19,10 @@
 ///     make the gradients of the inputs. What other stages made is given back
 ///     by the action that uses it.
 ///   - The activation is given back by B, or in two parts by I and W; by F
-///     itself if there are no backwards.
+///     itself if there are no backwards. The second part is the larger one
+///     where I keeps more than it lets go of.
+///   - What an activation shares with the stage's output is in use once: it is
+///     given back with the one that goes last.
 ///   - A RECV takes its message.
 ///   - What was sent is given back when SEND number k + max_pending of its
 ///     channel goes out, because that SEND waits for it; with blocking links by
@@ -67,6 +71,9 @@ class Memory {
   void fill_edge(uint32_t index, const Edge& edge);
   Change& of(Op op, uint32_t stage);
   Change change(Action action);
+  Change compute(Action action);
+  Change send(uint32_t index, uint32_t microbatch);
+  double leave(size_t slot);
 
   // Calls visit(index, actions, bytes meanwhile, bytes after) for each action.
   template <class Visit>
@@ -74,6 +81,7 @@ class Memory {
     for (const uint32_t channel : channels_[rank]) {
       pending_[channel].clear();
     }
+    unsettled_.clear();
     const std::vector<Action>& row = program_.schedule().rows[rank];
     double live = resident_[rank];
     for (size_t at = 0; at < row.size();) {
@@ -100,11 +108,14 @@ class Memory {
   bool counts_ = false;
   // By operation, from F to W, and stage.
   std::vector<Change> changes_;
-  // Of each edge's values.
+  // Of each edge's values, and what of them an activation holds as well.
   std::vector<double> sizes_;
+  std::vector<double> shared_;
   std::vector<double> resident_;
-  // Sizes of what was sent and counts yet, by channel; channels by sender.
+  // Slots of what was sent and counts yet, by channel; channels by sender.
   std::vector<Fifo> pending_;
+  // Slots of those of them that share bytes with an activation in use.
+  std::unordered_set<size_t> unsettled_;
   std::vector<std::vector<uint32_t>> channels_;
 };
 

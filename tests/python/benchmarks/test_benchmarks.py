@@ -98,3 +98,11 @@ def test_messages_and_steps_of_a_pipeline_are_timed(tmp_path: Path) -> None:
     assert len(found["figures"]) == 2
     found = run("pipeline_overhead.py", tmp_path / "f.json")
     assert all(figure["value"] > 0.5 for figure in found["figures"])
+
+
+def test_slow_links_and_early_steps_of_a_pipeline_are_measured(tmp_path: Path) -> None:
+    measured, on_paper = run("pipeline_overlap.py", tmp_path / "f.json")["figures"]
+    assert measured["value"] > 1 and on_paper["holds"]
+    found = run("pipeline_validate.py", tmp_path / "f.json")
+    assert len(found["seconds"]["zb_h2"]["later"][0]) == 4
+    assert all(figure["value"] > 0 for figure in found["figures"])

@@ -69,12 +69,24 @@ def test_stages_make_up_the_model(blocks: str, stages: int):
     x: torch.Tensor = tokens
     merged: dict[str, torch.Tensor] = {}
     for index in range(stages):
-        stage = build(blocks, stages).keep_stage(index)
-        x = stage(x)
-        merged |= stage.state_dict()
+        own = build(blocks, stages).keep_stages(index)
+        x = own.stage(index)(x)
+        merged |= own.state_dict()
     assert torch.equal(x, whole(tokens))
     assert torch.equal(x, build(blocks)(tokens))
     whole.load_state_dict(merged)
+
+
+def test_a_rank_may_keep_several_stages():
+    own = build("plain", 3).keep_stages(0, 2)
+    first, last = own.stage(0), own.stage(2)
+    assert first.head is None and last.embedding is None
+    known = {id(p) for p in own.parameters()}
+    assert {id(p) for s in (first, last) for p in s.parameters()} == known
+    assert {name.split(".")[1] for name, _ in own.runs.named_parameters("runs")} == {
+        "0",
+        "2",
+    }
 
 
 def test_a_token_does_not_see_later_ones():

@@ -183,10 +183,27 @@ def test_pipeline(corpus, tmp_path):
     assert result["settings"]["combine"] is None
 
 
+def test_any_schedule_trains_the_same_model(corpus, tmp_path):
+    """A step first and a norm later, two stages of a rank, and a trace."""
+    same = ("--parallel", "pipeline", "--steps", 12, "--clip", 0.5, "--alone")
+    train(corpus, tmp_path / "a", *same, "--depth", 4)
+    flags = ("--pipeline", "zbv", "--post-validate", "--trace")
+    printed = train(corpus, tmp_path / "b", *same, "--depth", 4, *flags)
+    # Microbatches, not stages, decide the bits; the blocks are cut twice as fine.
+    plain, zbv = (result_of(tmp_path / name) for name in "ab")
+    for a, b in zip(plain["log"], zbv["log"], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+    assert "zbv: " in printed and "largest stage" in printed
+    events = json.loads((tmp_path / "b" / "main" / "trace.json").read_text())
+    assert any("3F0" in str(event) for event in events["traceEvents"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
+        "--parallel pipeline --pipeline interleaved --depth 4 --post-validate",
+        "--parallel pipeline --pipeline zb_h2 --microbatches 2 --post-validate",
         "--optimizer sm3 --blocks checkpoint --combine mean",
         "--optimizer sm3 --blocks plain --combine adasum",
         "--optimizer adamw --blocks reversible --combine adasum",
@@ -265,6 +282,10 @@ def test_directly_under_torchrun(corpus, tmp_path):
     [
         ("--parallel pipeline --combine mean", "--combine is for --parallel ddp"),
         ("--microbatches 2", "--microbatches is for --parallel pipeline"),
+        ("--pipeline zbv", "--pipeline is for --parallel pipeline"),
+        ("--post-validate", "--post-validate is for --parallel pipeline"),
+        ("--parallel pipeline --chunks 2", "expected 1 chunk for kind 1f1b"),
+        ("--parallel pipeline --microbatches 0", "expected microbatches"),
         ("--steps 0", "--steps: expected at least 1"),
     ],
 )
@@ -275,7 +296,13 @@ def test_flags_that_would_do_nothing_are_refused(flags, message, capsys):
 
 
 @pytest.mark.parametrize(
-    "flags", ["", "--parallel pipeline --lr 0.02", "--optimizer adamw --resume"]
+    "flags",
+    [
+        "",
+        "--parallel pipeline --lr 0.02",
+        "--parallel pipeline --pipeline zbv --clip 1.0 --post-validate --trace",
+        "--optimizer adamw --resume",
+    ],
 )
 def test_command_line_gives_back_the_arguments(flags):
     args = train_gpt.parse(flags.split())

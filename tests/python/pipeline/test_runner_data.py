@@ -50,6 +50,7 @@ def test_data_that_does_not_fit_is_named_on_all_ranks(pools: Pools) -> None:
             "expected either inputs or microbatches, but got both",
             "expected either target or targets, but got both",
             "expected no inputs beside an iterator, but got tuple",
+            "expected a list with an item for each microbatch, but got list_iterator",
             "expected 3 microbatches as on the rank of stage 0, but got 4",
             "TypeError step: expected pairs of stage input and target, but got Tensor",
         ],

@@ -115,6 +115,11 @@ def test_tied_weights_are_summed_in_stage_order(
     assert len({norm for _, norm in answers}) == 1
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_tied_weights_are_summed_before_adasum(pools: Pools, later: bool) -> None:
+    assert pools(4).run(ranks_gradients.tied_adasum, later) == [[]] * 4
+
+
 def test_tied_weights_of_unlike_shapes_are_refused(pools: Pools) -> None:
     first, second = pools(2).run(ranks_gradients.tied_badly)
     assert first == second

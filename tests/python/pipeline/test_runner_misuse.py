@@ -28,6 +28,37 @@ def test_a_sharded_stage_needs_unshard(pools: Pools) -> None:
     assert with_it == "fine"
 
 
+def test_optimizer_steps_that_do_not_fit_are_named_on_all_ranks(pools: Pools) -> None:
+    first, second, third = pools(3).run(ranks_precision.wrong_steps)
+    assert first == second == third
+    for text, wanted in zip(
+        first,
+        [
+            "ValueError optimizer_step: expected max_norm of at least 0, but got -1.0 "
+            "(argument 'max_norm')",
+            "at least 0, but got 'big'",
+            "TypeError optimizer_step: expected a torch.optim.Optimizer, but got "
+            "NoneType (argument 'optimizer')",
+            "expected max_norm None as on rank 0, but got 1.0 on rank 1",
+            "expected scaler True as on rank 0, but got False on rank 1",
+            "expected max_norm 1.0 as on rank 0, but got 2.0 on rank 1",
+            "ValueError optimizer_step: expected max_norm 1.0 as on rank 0",
+            "True",
+        ],
+        strict=True,
+    ):
+        assert wanted in text, text
+
+
+def test_unshard_and_reshard_reach_all_modules_of_a_stage(pools: Pools) -> None:
+    calls = ["UNSHARD", "RESHARD"]
+    assert pools(1).run(ranks_precision.gathered) == [[calls, calls]]
+
+
+def test_stages_sharded_over_replicas_have_their_mean_gradient(pools: Pools) -> None:
+    assert pools(4).run(ranks_precision.fully_sharded) == [[]] * 4
+
+
 def test_options_are_checked_on_all_ranks(pools: Pools) -> None:
     first, second = pools(2).run(ranks_precision.wrong_options)
     assert first == second

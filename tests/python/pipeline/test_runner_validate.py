@@ -98,6 +98,16 @@ def test_snapshots_of_sm3_are_small() -> None:
     assert sizes["Adam"][0] >= 3 * whole
 
 
+def test_a_report_shows_what_snapshots_take(pools: Pools) -> None:
+    (snapshots, text), (others, other) = pools(2).run(ranks_validate.reported)
+    assert snapshots == others and text == other
+    # Two parameters of 36 and 6 numbers; SM3 keeps 6 + 6 and 6 of them.
+    for taken, adam in snapshots:
+        assert adam == 3 * 4 * (36 + 6)
+        assert 4 * (36 + 6) < taken <= 4 * (36 + 6 + 12 + 6 + 8)
+    assert "snapshot of rank 1: " in text and "with Adam 504 B" in text
+
+
 def test_nothing_to_take_back() -> None:
     validator = PostValidator(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
     with pytest.raises(RuntimeError, match="none that is pending"):

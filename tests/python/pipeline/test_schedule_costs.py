@@ -23,6 +23,7 @@ NAMES = {
     "B": "backward",
     "activation_bytes": "activation",
     "released_at_input": "released",
+    "shared_bytes": "shared",
     "boundary_bytes": "boundary",
     "transient_bytes": "transient",
     "static_bytes": "static",
@@ -44,7 +45,8 @@ def random_costs(schedule: Schedule, rng: random.Random) -> dict[str, Any]:
         return [number() for _ in range(count)] if rng.random() < 0.7 else number()
 
     costs: dict[str, Any] = {name: some(stages) for name in OF_STAGES}
-    costs["released_at_input"] = 0.25
+    costs["released_at_input"] = rng.choice([0.25, -0.5])
+    costs["shared_bytes"] = rng.choice([0.0, 0.25])
     for name in ("B", "pair"):
         if rng.random() < 0.5:
             costs[name] = None

@@ -34,6 +34,7 @@ NAMES = {
     "backward": "B",
     "activation": "activation_bytes",
     "released": "released_at_input",
+    "shared": "shared_bytes",
     "boundary": "boundary_bytes",
     "transient": "transient_bytes",
     "static": "static_bytes",

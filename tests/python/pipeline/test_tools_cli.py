@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from helpers.pipeline_traces import synthetic
 
-from torch_sm3.pipeline import Costs, Schedule, plan, simulate
+from torch_sm3.pipeline import Costs, Schedule, plan, plot, simulate
 from torch_sm3.pipeline.__main__ import main
 
 Out = pytest.CaptureFixture[str]
@@ -221,6 +221,25 @@ def test_plot_draws_a_trace(tmp_path: Path) -> None:
     assert ">my step<" in svg and ">rank 1 measured<" in svg
 
 
+def test_plot_hands_links_costs_and_memory_on(tmp_path: Path, zbv: str) -> None:
+    path = tmp_path / "s.svg"
+    line = ["plot", zbv, "-o", str(path), "--costs", "1,2,3", "--link-latency", "0.5"]
+    assert main([*line, "--links", "blocking", "--memory"]) == 0
+    costs = Costs(1, 2, 3, latency=0.5)
+    ran = simulate(plan("zbv", 4, 8), costs, links="blocking")
+    assert path.read_text() == plot(ran, memory=True).svg()
+
+
+def test_plot_predicts_a_trace_with_the_costs_it_is_given(tmp_path: Path) -> None:
+    trace = synthetic(plan("1f1b", 2, 3), Costs(0.01, 0.01, 0.01))
+    trace.save(tmp_path / "t.json")
+    costs = Costs(0.02, 0.01, 0.01)
+    costs.save(tmp_path / "c.json")
+    line = ["plot", str(tmp_path / "t.json"), "-o", str(tmp_path / "t.svg")]
+    assert main([*line, "--costs", str(tmp_path / "c.json")]) == 0
+    assert (tmp_path / "t.svg").read_text() == plot(trace, costs=costs).svg()
+
+
 # --- usage -----------------------------------------------------------------
 
 
@@ -280,3 +299,18 @@ def test_the_module_runs(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_text(STUCK)
     assert run("verify", "bad.txt").returncode == 1
     assert run("verify").returncode == 2
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    line = ["plan", "--kind", "gpipe", "-p", "4", "-m", "50000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "torch_sm3.pipeline", *line],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+    ) as run:
+        assert run.stdout is not None and run.stderr is not None
+        assert run.stdout.read(10) == b"schedule 1"
+        run.stdout.close()
+        assert run.stderr.read() == b""
+    assert run.returncode == 0

@@ -4,24 +4,20 @@
 from __future__ import annotations
 
 import itertools
-import struct
 import xml.etree.ElementTree as ET
-import zlib
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
+from helpers.pipeline_charts import SVG_NAME, elements, place
+from helpers.pipeline_traces import synthetic
 
-from torch_sm3.pipeline import Costs, Schedule, plan, plot, simulate
+from torch_sm3.pipeline import Costs, Schedule, plan, plot, simulate, verify
 from torch_sm3.pipeline._boxes import Box, Lane, merged, phases
 from torch_sm3.pipeline._canvas import Color, is_dark
-from torch_sm3.pipeline._gantt import COLORS, NAMES, ticks, tone
-from torch_sm3.pipeline._glyphs import coverage, strokes, text_width
-from torch_sm3.pipeline._png import PNG
-from torch_sm3.pipeline._svg import SVG
+from torch_sm3.pipeline._gantt import COLORS, ticks, tone
+from torch_sm3.pipeline._memory import levels_of, thinned
 
-SVG_NAME = "{http://www.w3.org/2000/svg}"
 KINDS = [
     ("gpipe", 3, 5, None),
     ("1f1b", 4, 8, None),
@@ -31,19 +27,6 @@ KINDS = [
     ("v_half", 4, 8, None),
     ("forward", 3, 4, 2),
 ]
-
-
-def elements(svg: str, kind: str) -> list[ET.Element]:
-    """Return the rectangles of a class of a picture that is well-formed."""
-    root = ET.fromstring(svg.encode())
-    return [
-        x for x in root.iter(f"{SVG_NAME}rect") if kind in x.get("class", "").split()
-    ]
-
-
-def place(rect: ET.Element) -> tuple[float, float, float, float]:
-    x, y, w, h = (float(rect.get(key, "nan")) for key in ("x", "y", "width", "height"))
-    return x, y, w, h
 
 
 @pytest.mark.parametrize(("kind", "ranks", "m", "chunks"), KINDS)
@@ -192,80 +175,6 @@ def test_a_thousand_ranks_do_not_grow_without_bound() -> None:
     assert float(root.get("height", "inf")) < 2_500
 
 
-# --- PNG -------------------------------------------------------------------
-
-
-def decode(data: bytes) -> tuple[int, int, bytes]:
-    """Return width, height and pixels of an RGB PNG whose rows have no filter."""
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    chunks: dict[bytes, bytes] = {}
-    at = 8
-    while at < len(data):
-        (size,) = struct.unpack(">I", data[at : at + 4])
-        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + size]
-        (check,) = struct.unpack(">I", data[at + 8 + size : at + 12 + size])
-        assert check == zlib.crc32(kind + body)
-        chunks[kind] = body
-        at += 12 + size
-    assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
-    width, height, *rest = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
-    assert rest == [8, 2, 0, 0, 0]
-    raw = zlib.decompress(chunks[b"IDAT"])
-    step = 3 * width + 1
-    assert len(raw) == step * height
-    rows = [raw[i * step : (i + 1) * step] for i in range(height)]
-    assert {row[0] for row in rows} == {0}
-    return width, height, b"".join(row[1:] for row in rows)
-
-
-def test_png_is_the_same_picture_and_the_same_each_time(tmp_path: Path) -> None:
-    schedule = plan("zb_h1", 2, 4)
-    chart = plot(schedule, tmp_path / "a.png", width=600)
-    assert (tmp_path / "a.png").read_bytes() == chart.png()
-    plot(schedule, tmp_path / "b.PNG", width=600)
-    assert (tmp_path / "b.PNG").read_bytes() == chart.png()
-    width, height, pixels = decode(chart.png())
-    root = ET.fromstring(chart.svg().encode())
-    assert (width, height) == (1_200, 2 * float(root.get("height", "nan")))
-    for box in elements(chart.svg(), "box"):
-        x, y, _w, h = place(box)
-        # Near a corner, where no number stands.
-        at = 3 * (int(2 * (y + h - 2)) * width + int(2 * (x + 2)))
-        assert "#" + pixels[at : at + 3].hex() == box.get("fill")
-    (once, *_), (twice, *_) = decode(chart.png(1)), decode(chart.png(2))
-    assert 2 * once == twice
-
-
-def test_lines_reach_their_ends() -> None:
-    black: Color = (0, 0, 0)
-    for end in [(18.0, 2.5), (2.5, 18.0), (18.0, 18.0), (18.0, 9.0), (9.0, 18.0)]:
-        canvas = PNG(20, 20, scale=1)
-        canvas.line((2.5, 2.5), end, black)
-        width, height, pixels = decode(canvas.data())
-        ink = 255 * width * height - sum(pixels[::3])
-        length = ((end[0] - 2.5) ** 2 + (end[1] - 2.5) ** 2) ** 0.5
-        assert ink / 255 == pytest.approx(length, rel=0.12)
-        back = PNG(20, 20, scale=1)
-        back.line(end, (2.5, 2.5), black)
-        assert back.data() == canvas.data()
-
-
-def test_every_letter_of_our_charts_has_a_glyph() -> None:
-    text = "".join(NAMES.values()) + "0123456789 abcdefghijklmnopqrstuvwxyz_"
-    text += "ABCDEFGHIJKLMNOPQRSTUVWXYZ·=.%-+:,()<>/"
-    shapes: dict[Any, str] = {}
-    for letter in sorted(set(text)):
-        shape = strokes(letter)
-        assert shape != strokes("\0"), letter
-        assert shapes.setdefault(shape, letter) == letter
-    pad, above, rows = coverage("I", 20.0)
-    # A straight stem: ink in one column only, as high as a capital.
-    inked = [row.find(max(row)) for row in rows if max(row) > 200]
-    assert len(set(inked)) == 1 and 13 <= len(inked) <= 17
-    assert 0 <= pad < len(rows[0]) and 0 < above <= len(rows)
-    assert text_width("00", 10) == pytest.approx(2 * text_width("0", 10))
-
-
 # --- arguments -------------------------------------------------------------
 
 
@@ -318,7 +227,106 @@ def test_ticks_are_round_and_few(end: float) -> None:
     assert digits <= {"1", "2", "5"}
 
 
-def test_svg_numbers_are_short() -> None:
-    canvas = SVG(10, 10, "t")
-    canvas.rect(1.0, 0.333333, 2.5, 3, (1, 2, 3))
-    assert b'x="1" y="0.33" width="2.5" height="3"' in canvas.data()
+# --- bubble and memory -----------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "ranks", "m", "chunks"), KINDS)
+def test_what_is_hatched_is_the_bubble(
+    kind: str, ranks: int, m: int, chunks: int | None
+) -> None:
+    ran = simulate(plan(kind, ranks, m, chunks=chunks), Costs(1, 2, 0.5, latency=0.25))
+    svg = plot(ran).svg()
+    lanes = [place(x) for x in elements(svg, "lane")]
+    scale = lanes[0][2] / ran.makespan
+    for rank, (_, top, _, high) in enumerate(lanes):
+        hatched = [place(x) for x in elements(svg, "bubble") if place(x)[1] == top]
+        assert {x[3] for x in hatched} <= {high}
+        assert sum(x[2] for x in hatched) == pytest.approx(
+            ran.idle[rank] * scale, abs=0.02 * len(hatched) + 0.01
+        )
+        share = 100 * ran.idle[rank] / ran.makespan
+        assert svg.count(f">bubble {share:.1f} %<") >= 1
+
+
+def test_a_merged_lane_is_hatched_below_its_boxes() -> None:
+    svg = plot(plan("1f1b", 2, 1_500)).svg()
+    lanes = [place(x) for x in elements(svg, "lane")]
+    assert [place(x) for x in elements(svg, "bubble")] == lanes
+
+
+def strips(svg: str) -> list[list[tuple[float, float, float]]]:
+    """Return start, end and height of what is drawn on each strip of memory."""
+    found = []
+    for x0, top, wide, high in [place(x) for x in elements(svg, "strip")]:
+        bars = [place(x) for x in elements(svg, "memory")]
+        own = [x for x in bars if top - 0.02 <= x[1] <= top + high]
+        found.append([((x - x0) / wide, (x + w - x0) / wide, h) for x, _, w, h in own])
+    return found
+
+
+@pytest.mark.parametrize(("kind", "ranks", "m", "chunks"), KINDS[:-1])
+@pytest.mark.parametrize("named", [False, True])
+def test_memory_is_that_of_the_verifier(
+    kind: str, ranks: int, m: int, chunks: int | None, named: bool
+) -> None:
+    schedule = plan(kind, ranks, m, chunks=chunks)
+    part = schedule.ranks / schedule.stages
+    costs = Costs(activation_bytes=part * (3_000 if named else 1))
+    peaks = verify(schedule, memory=costs).peak_bytes
+    svg = plot(schedule, memory=True, costs=costs if named else None).svg()
+    shown = strips(svg)
+    assert len(shown) == ranks
+    highest = max(h for own in shown for *_, h in own)
+    for rank, own in enumerate(shown):
+        peak = max(h for *_, h in own) / highest * max(peaks)
+        assert peak == pytest.approx(peaks[rank], rel=0.01)
+        text = levels_of([peaks[rank]], [(0, 1)], 1, in_bytes=named).text()
+        assert f">{text}<" in svg
+        # In order, and no two at a time.
+        for (_, end, _), (start, *_) in itertools.pairwise(own):
+            assert end <= start + 1e-3
+    word = "live bytes" if named else "live activations, in microbatches"
+    assert f">{word}<" in svg
+    assert not elements(plot(schedule).svg(), "strip")
+
+
+def test_forwards_keep_nothing() -> None:
+    svg = plot(plan("forward", 2, 3), memory=True).svg()
+    assert svg.count(">peak 0<") == 2 and not elements(svg, "memory")
+
+
+def test_memory_is_taken_at_the_start_and_given_back_at_the_end() -> None:
+    memory = levels_of([8, 8, 12, 0], [(0, 1), (1, 2), (3, 4), (5, 6)], 9.0)
+    assert memory.levels == [(0, 3, 8), (3, 6, 12)]
+    assert memory.peak == 12 and memory.text() == "peak 12 B"
+    assert levels_of([3 * 2**20], [(0, 1)], 2.0).text() == "peak 3 MiB"
+    assert levels_of([2.5], [(0, 1)], 2.0, in_bytes=False).text() == "peak 2.5"
+    assert levels_of([], [], 1.0).levels == []
+
+
+def test_many_levels_are_thinned_and_keep_their_peak() -> None:
+    live = [float(i % 7) for i in range(5_000)]
+    memory = levels_of(live, [(i, i + 1) for i in range(5_000)], 5_000.0)
+    few = thinned(memory, 100, 5_000.0)
+    assert len(few.levels) <= 100 < len(memory.levels)
+    assert max(x.value for x in few.levels) == few.peak == memory.peak == 6
+    assert thinned(few, 100, 5_000.0) is few
+
+
+def test_a_trace_shows_measured_and_predicted_memory() -> None:
+    trace = synthetic(plan("1f1b", 2, 3), Costs(0.01, 0.01, 0.01))
+    svg = plot(trace, memory=True).svg()
+    shown = strips(svg)
+    assert len(shown) == 4
+    for measured, predicted in (shown[:2], shown[2:]):
+        assert [h for *_, h in measured] == [h for *_, h in predicted]
+    assert svg.count(">peak 200 B<") == 2 and svg.count(">peak 100 B<") == 2
+
+
+def test_a_trace_without_bytes_shows_what_is_predicted() -> None:
+    trace = synthetic(plan("1f1b", 2, 3), Costs(0.01, 0.01, 0.01))
+    for own in trace.steps:
+        for stamps in own:
+            stamps.live[:] = type(stamps.live)("q", bytes(8 * len(stamps.live)))
+    svg = plot(trace, memory=True).svg()
+    assert len(strips(svg)) == 2 and ">peak 2<" in svg

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_sm3 import reversible
 from torch_sm3.pipeline import Costs, Stage, plan, profile, simulate
-from torch_sm3.pipeline._live import LiveBytes
 
 ROWS, WIDTH = 64, 128
 BYTES = 4 * ROWS * WIDTH
@@ -166,8 +165,8 @@ def test_the_loss_is_part_of_the_last_stage() -> None:
         loss_fn=nn.functional.mse_loss,
         repeats=1,
     )
-    # Its input, and the prediction that the loss keeps.
-    assert costs.activation_bytes[1] == 2 * BYTES
+    # Its input, the prediction that the loss keeps, and a copy of the loss.
+    assert costs.activation_bytes[1] == 2 * BYTES + 4
 
 
 def test_values_travel_as_in_a_runner() -> None:
@@ -193,7 +192,10 @@ def test_values_travel_as_in_a_runner() -> None:
 def test_routes_data_and_keyword_arguments_travel_as_in_a_runner() -> None:
     class Head(nn.Module):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"skip": x[:2].clone().requires_grad_() * 2, "main": x * 1}
+            return {
+                "skip": x[:2].clone().requires_grad_() * 2,
+                "main": (x * 1).requires_grad_(),
+            }
 
     class Middle(nn.Module):
         def forward(
@@ -228,6 +230,18 @@ def test_a_loss_over_tokens_comes_with_their_count() -> None:
     sample = torch.randn(ROWS, WIDTH)
     costs = profile(stages(linear()), sample, target=sample, loss_fn=loss_fn, repeats=1)
     assert costs.B[0] > 0
+
+
+def test_a_reentrant_checkpoint_may_be_followed_by_layers() -> None:
+    tail = nn.Sequential(Checkpointed(True), nn.Tanh(), linear())
+    costs = profile(
+        stages(linear(), tail),
+        torch.randn(ROWS, WIDTH),
+        target=torch.randn(ROWS, WIDTH),
+        loss_fn=nn.functional.mse_loss,
+        repeats=1,
+    )
+    assert costs.B[1] > 0 and costs.I[1] == costs.B[1]
 
 
 def test_a_stage_that_must_not_be_split_runs_whole_in_i() -> None:
@@ -271,41 +285,3 @@ def test_stages_must_be_whole() -> None:
         profile([], sample)
     with pytest.raises(ValueError, match="profile: expected at least 1 run, but got 0"):
         profile(stages(linear()), sample, repeats=0)
-
-
-# --- live bytes ------------------------------------------------------------
-
-
-def test_live_bytes_are_those_of_new_storages() -> None:
-    old = torch.ones(100)
-    with LiveBytes() as seen:
-        view = old[10:20].view(2, 5)
-        old.add_(1)
-        assert seen.live() == 0
-        new = old + 1
-        same = new[3:]
-        assert seen.live() == 400
-        del new
-        assert seen.live() == 400  # its view holds it
-        other = torch.empty(50, dtype=torch.float64)
-        assert seen.live() == seen.peak == 800
-        del same
-        assert seen.live() == 400
-        other.resize_(10).zero_()
-    del view, other
-    assert seen.live() == 0 and seen.peak == 800
-
-
-def test_live_bytes_see_what_a_graph_keeps_and_a_backward_makes() -> None:
-    x = torch.randn(10, 10, requires_grad=True)
-    with LiveBytes() as seen:
-        y = x.tanh()
-        z = y.sum()
-        del y
-        assert seen.live() == 400 + 4
-        z.backward()
-        del z
-        assert seen.live() == 400  # x.grad
-        assert seen.peak >= 800
-    x.grad = None
-    assert seen.live() == 0

@@ -18,7 +18,7 @@ from torch import nn
 from torch_sm3.pipeline import Costs, PipelineError, plan, plot, simulate
 from torch_sm3.pipeline.trace import Trace, load_trace
 
-two_ranks = Scenarios(2)
+two_ranks, three_ranks = Scenarios(2), Scenarios(3)
 M, NAP = 4, 0.02
 
 
@@ -101,13 +101,14 @@ def test_a_step_is_traced_with_measured_costs() -> None:
     for stage in range(2):
         assert NAP * (1 + stage) <= costs.F[stage] < NAP * (1 + stage) + 0.5 * NAP
         assert 2 * NAP * (1 + stage) <= costs.B[stage] < 2 * NAP * (1 + stage) + NAP
-    assert found["errors"][0] == 0 and 0 < found["errors"][1] < 50_000_000
+    # All clocks are set by that of the last stage's rank.
+    assert found["errors"][1] == 0 and 0 < found["errors"][0] < 50_000_000
     spans = [x for x in found["events"] if x["ph"] == "X"]
     assert {x["name"] for x in spans} >= {"torch_sm3.pipeline 1B3"}
     # On one clock no message is used before it was sent.
     starts = {x["id"]: x["ts"] for x in found["events"] if x["ph"] == "s"}
     ends = {x["id"]: x["ts"] for x in found["events"] if x["ph"] == "f"}
-    slack = found["errors"][1] / 1000
+    slack = found["errors"][0] / 1000
     assert starts and all(ends[key] >= starts[key] - slack for key in starts)
     assert found["svg"].count('class="box B"') == 2 * 2 * M
 
@@ -116,6 +117,34 @@ def test_a_traced_step_can_be_planned_anew() -> None:
     costs = two_ranks.answers(traced)[0]["costs"]
     schedule = plan("zb_h1", 2, M, costs=costs)
     assert 0 < simulate(schedule, costs).makespan < 1
+
+
+@three_ranks
+def gathered(rank: int, ranks: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    # The last stage is on the last rank, then on the first.
+    for kind, chunks in (("1f1b", 1), ("zbv", 2)):
+        schedule = plan(kind, ranks, M)
+        runner = runner_of(chain(chunks * ranks), schedule, rank, trace=True)
+        x, y = batches([3] * M)
+        runner.step(microbatches=x, targets=y)
+        said = runner.report()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            runner.save_trace(path)
+            trace = Trace.load(path) if path.exists() else None
+        found[kind] = str(said), trace and (trace.errors, len(trace.steps))
+        runner.close()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "hub"), [("1f1b", 2), ("zbv", 0)])
+def test_more_than_two_ranks_are_gathered(kind: str, hub: int) -> None:
+    first, *others = [answer[kind] for answer in three_ranks.answers(gathered)]
+    assert all(text == first[0] and trace is None for text, trace in others)
+    errors, ranks = first[1]
+    assert ranks == 3
+    assert [rank for rank, error in enumerate(errors) if error == 0] == [hub]
 
 
 @two_ranks

@@ -53,8 +53,14 @@ def payload() -> list[torch.Tensor]:
         base[::2, 1::3],
         base[:1].expand(5, 6),
         torch.view_as_complex(base.view(4, 3, 2)).conj(),
+        torch.view_as_complex(base.view(4, 3, 2)).conj().imag,
         torch.rand([1] * 30, generator=generator),
+        base.t()[1:2, 2:3],
+        base.as_strided((1,), (7,), 3),
+        base.as_strided((1, 2), (0, 1), 5),
     ]
+    # One element with strides that no contiguous tensor of more would have.
+    tensors += [base[1, 2].to(dtype).expand(1, 1) for dtype in DTYPES]
     # Too many shapes for one frame of 512 bytes.
     return tensors + [base[i % 4] for i in range(100)]
 
@@ -63,8 +69,8 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Compare bits, types and shapes."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    flat = [x.contiguous().resolve_conj().view(-1).view(torch.uint8) for x in (a, b)]
-    return torch.equal(*flat)
+    plain = [torch.empty(x.shape, dtype=x.dtype).copy_(x) for x in (a, b)]
+    return torch.equal(*(x.view(-1).view(torch.uint8) for x in plain))
 
 
 @two_ranks
@@ -207,8 +213,8 @@ def test_another_header_names_both_sides_on_both_ranks(what: str) -> None:
 def garbage(rank: int, ranks: int) -> str:
     group = new_group(None, 20.0)
     if rank == 0:
-        # Tag 2: frames of activations (channel 0) from rank 0 to rank 1 of 2.
-        dist.send(torch.arange(512).to(torch.uint8), group=group, group_dst=1, tag=2)
+        # Tag 3: frames of activations (channel 0) from rank 0 to rank 1 of 2.
+        dist.send(torch.arange(512).to(torch.uint8), group=group, group_dst=1, tag=3)
         dist.barrier()
         return ""
     links = Links(group, 20.0, 2, 1, [0, 1])
@@ -249,6 +255,43 @@ def test_poison_takes_the_place_of_one_message() -> None:
     assert first == second
 
 
+@three_ranks
+def leave_early(rank: int, ranks: int) -> Any:
+    links = Links(new_group(None, 20.0), 20.0, 1, 2, [0, 1, 2])
+    links.begin(1, False)
+    if rank == 0:
+        # All that rank 0 waits for; the others are not through yet.
+        links.hear(2)
+        links.close()
+        dist.barrier()
+        dist.barrier()
+        return None
+    if rank == 2:
+        links.tell(0, "done")
+        dist.barrier()  # rank 0 has closed
+        time.sleep(0.3)
+        links.tell(1, "done")
+    else:
+        dist.barrier()
+        assert links.hear(2) == "done"
+    assert links.failure() is None
+    dist.barrier()
+    # Whoever still wants something of rank 0 learns at once that it is gone.
+    start = time.monotonic()
+    with pytest.raises(LinksLostError):
+        links.hear(0 if rank == 2 else 2)
+    failure = links.failure()
+    links.flush(1.0)
+    links.close()
+    assert failure is not None
+    return failure.error_type, failure.rank, time.monotonic() - start < 10
+
+
+def test_a_rank_that_is_done_first_may_close_before_the_others_are() -> None:
+    answers = three_ranks.answers(leave_early)
+    assert answers == [None, ("PeerLost", 0, True), ("PeerLost", 0, True)]
+
+
 @two_ranks
 def wrong_calls(rank: int, ranks: int) -> None:
     links = open_links()
@@ -264,6 +307,14 @@ def wrong_calls(rank: int, ranks: int) -> None:
     sparse = torch.ones(2).to_sparse()
     with pytest.raises(TypeError, match="expected dense CPU tensors, but got"):
         native.send(1 - rank, 0, 0, 1, 0, "t", [sparse], False, 0.0)
+    # No memory for the bytes: the sender's error, and the link is as good as before.
+    endless = torch.ones(1).expand(1 << 50)
+    with pytest.raises(RuntimeError, match="memory"):
+        native.send(1 - rank, 1, rank, 1 - rank, 0, "t", [endless], False, 0.0)
+    assert links.failure() is None
+    links.send(1 - rank, GRADIENT, (rank, 1 - rank), 0, "N", [])
+    asked = links.receive(1 - rank, GRADIENT, (1 - rank, rank), 0)
+    assert links.take(asked) == ("N", [], [])
     dist.barrier()
     links.close()
 

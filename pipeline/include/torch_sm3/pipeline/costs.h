@@ -27,8 +27,12 @@ struct StageCosts {
   double optimizer = 0; ///< share of OPTIM
   /// Kept from F to B or W; without a backward given back when F ends.
   double activation_bytes = 0;
-  /// Part of it that I lets go of.
+  /// Part of it that I lets go of; negative where I keeps more for W, such as
+  /// the gradients that entered layers, than it lets go of.
   double released_at_input = 0;
+  /// Part of it that is the stage's output as well, such as the result of a
+  /// tanh, and in use once.
+  double shared_bytes = 0;
   /// The stage's output: message forward, and its gradient back.
   double boundary_bytes = 0;
   /// In use only while a forward or backward of the stage runs.

@@ -3,6 +3,7 @@
 
 #include <torch_sm3/export.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -42,6 +43,9 @@ enum HeaderFlags : uint8_t {
   kEvaluation = 1, ///< sent by `eval`, not by `step`
   kAlarm = 2,      ///< control: the links are lost, with the reason
   kTogether = 4,   ///< the rest and the payload are in the same transmission
+  kOffered = 8,    ///< the payload goes where the message before foretold it
+  kGoodbye = 16,   ///< control: the sender closes its links, in order
+  kReport = 32,    ///< control: a failure that the hub is to judge
 };
 
 /// Type, shape and differentiability of one tensor of a message.
@@ -49,6 +53,11 @@ struct TensorMeta {
   int8_t dtype = 0; ///< a c10::ScalarType
   bool requires_grad = false;
   std::vector<int64_t> sizes;
+
+  /// Whether there are no elements.
+  bool empty() const {
+    return std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
+  }
 
   friend bool operator==(const TensorMeta&, const TensorMeta&) = default;
 };
@@ -68,6 +77,11 @@ struct Header {
 
   friend bool operator==(const Header&, const Header&) = default;
 };
+
+/// Returns the length of what `encode` writes.
+///
+/// \param header the header
+TORCH_SM3_API size_t encoded_bytes(const Header& header);
 
 /// Writes a header: kFrameBytes bytes, or more if a second frame is needed.
 ///

@@ -31,6 +31,7 @@ struct Failure {
   std::string action;
   std::string error_type;
   std::string message;
+  int64_t awaited = -1; ///< rank that was silent; other ranks are not told
 };
 
 /// Writes a failure in the form in which values travel in headers.
@@ -64,16 +65,20 @@ enum class Outcome : int64_t {
 ///
 /// Every message is a header frame and then its tensors; a small payload
 /// travels in one transmission with the frame. Each channel to a peer has tags
-/// of its own, and a large payload moves while the caller computes. Waits end
-/// when the caller says, without Python, so a caller with signals to serve
+/// of its own, and a large payload moves while the caller computes. The
+/// receiver is ready for a payload like that of the message before as soon as
+/// it asks, so that such a one need not wait for its header to be read. Waits
+/// end when the caller says, without Python, so a caller with signals to serve
 /// waits in slices. One caller at a time may use a channel. The group must be
 /// able to end a wait, as Gloo is; with another a wait lasts until its message
 /// comes.
 ///
 /// Each rank listens for control messages of the hub, the hub for those of all.
 /// When a peer ends, falls silent or sends what was not asked for, the links
-/// are lost, once and for all: the alarm reaches every rank over the hub, and
-/// every wait on every rank ends at once.
+/// are lost, once and for all: the hub decides what all ranks call the failure,
+/// and every wait on every rank ends. If the hub itself does not answer, that
+/// is the failure. A rank that closes its links says so, which is no failure
+/// unless something was still to come from it.
 class TORCH_SM3_API Transport {
  public:
   /// Starts listening.
@@ -111,8 +116,22 @@ class TORCH_SM3_API Transport {
       const std::vector<at::Tensor>& tensors,
       double seconds);
 
-  /// Asks for the next message of a channel; its tensors arrive in the
-  /// background.
+  /// Announces the next message of a channel. Its header, and with it a small
+  /// payload, may arrive ahead, so that its sender need not wait.
+  ///
+  /// \param peer     sending rank
+  /// \param channel  what kind of message
+  /// \param expected stages and microbatch that the header must name
+  /// \return a ticket for `ask`, `wait` and `take`
+  int64_t expect(int64_t peer, Channel channel, Header expected);
+
+  /// Asks for a message that was announced; its tensors arrive in the
+  /// background. The messages of a channel are asked for in order.
+  ///
+  /// \param ticket what `expect` returned
+  void ask(int64_t ticket);
+
+  /// Announces the next message of a channel and asks for it at once.
   ///
   /// \param peer     sending rank
   /// \param channel  what kind of message
@@ -122,7 +141,7 @@ class TORCH_SM3_API Transport {
 
   /// Waits for a message.
   ///
-  /// \param ticket  what `receive` returned
+  /// \param ticket  of a message that was asked for
   /// \param seconds longest wait in this call
   Outcome wait(int64_t ticket, double seconds);
 
@@ -140,12 +159,13 @@ class TORCH_SM3_API Transport {
   /// \return whether it has
   bool flush(double seconds);
 
-  /// Declares the links lost and tells every rank.
+  /// Declares the links lost; see `failure` for what all ranks agree on.
   ///
   /// \param structure the failure, see structure_of
   void fail(const std::string& structure);
 
   /// Why the links are lost: the structure of a Failure, empty if they are not.
+  /// Waits until the ranks agree, a few seconds at most.
   std::string failure() const;
 
   /// Stops all threads and lets the group go. Idempotent.

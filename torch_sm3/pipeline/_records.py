@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a runner remembers of its steps: state, reports, traces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch_sm3.pipeline._session import Session
+from torch_sm3.pipeline.costs import Costs
+from torch_sm3.pipeline.report import StepReport, report
+
+
+class Records:
+    r"""Tell what became of the steps of a runner."""
+
+    _session: Session
+
+    def state_dict(self) -> dict[str, Any]:
+        r"""Return what a resumed run needs besides parameters and optimizer.
+
+        Returns:
+            The number of steps, on which the random numbers of a deterministic run
+            depend, and the loss scale that all ranks agreed on, None without one.
+        """
+        return {
+            "steps": self._session.steps,
+            "loss_scale": self._session.stepper.loss_scale,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        r"""Go on from what :meth:`state_dict` returned.
+
+        Args:
+            state_dict: the same on all ranks.
+        """
+        self._session.steps = int(state_dict["steps"])
+        self._session.stepper.loss_scale = state_dict["loss_scale"]
+
+    def report(self, costs: Costs | None = None) -> StepReport:
+        r"""Tell where the time and the memory of the latest complete step went.
+
+        Collective; needs ``trace=True``.
+
+        Args:
+            costs: to predict with, those of the trace itself if None.
+
+        Returns:
+            Busy, bubble, waiting and peak of every rank, measured and predicted side
+            by side, and the bytes of the last snapshot for post-validation beside
+            those with Adam; ``print`` shows a table. Equal on all ranks.
+
+        Raises:
+            RuntimeError: if nothing was traced.
+            ValueError: if no step has run to its end.
+        """
+        trace = self._session.trace(everywhere=True)
+        assert trace is not None, "all ranks get it"
+        snapshots = self._session.snapshots()
+        return replace(report(trace, costs), snapshots=snapshots)
+
+    def save_trace(self, path: str | Path, costs: Costs | None = None) -> None:
+        r"""Write the latest steps as JSON for ui.perfetto.dev.
+
+        Collective; rank 0 writes. Needs ``trace=True``.
+        :func:`torch_sm3.pipeline.trace.load_trace` reads costs back from the file.
+
+        Args:
+            path: the file.
+            costs: to predict with, those of the trace itself if None.
+
+        Raises:
+            RuntimeError: if nothing was traced.
+        """
+        trace = self._session.trace(everywhere=False)
+        if trace is not None:
+            trace.save(path, costs)
