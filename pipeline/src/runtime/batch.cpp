@@ -144,7 +144,8 @@ take_loss(LossReduction reduction, const c10::IValue& result, Batch* batch) {
       loss.isTensor() && loss.toTensor().defined()
           ? c10::str("shape ", loss.toTensor().sizes())
           : loss.tagKind());
-  batch->losses.push_back(loss.toTensor().detach());
+  // A copy: torch may give a scalar the storage of what it was made of.
+  batch->losses.push_back(loss.toTensor().detach().clone());
   return loss.toTensor();
 }
 
