@@ -487,7 +487,7 @@ TEST(PipelineTraining, TwoRunnersDoNotShareAGroup) {
 TEST(PipelineTraining, AScheduleThatWouldHangIsRefused) {
   for (const std::string& error :
        on_ranks(2, [&](int rank, const Group& group) {
-         Schedule schedule = plan({"1f1b", 2, 2}).lower();
+         Schedule schedule = plan({"1f1b", 2, 1}).lower();
          // The message that rank 1 waits for is sent last.
          auto& row = schedule.rows[0];
          const auto sent = std::find_if(row.begin(), row.end(), [](Action one) {

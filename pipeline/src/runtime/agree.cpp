@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the ranks of a runner compare before they begin.
-#include <runtime/runner_impl.h>
+#include <runtime/agree.h>
+#include <runtime/control.h>
+#include <runtime/rank_program.h>
 
 #include <torch_sm3/check.h>
 #include <torch_sm3/pipeline/verifier.h>
 
 #include <algorithm>
 #include <iomanip>
-#include <map>
 #include <sstream>
 
 namespace torch_sm3::pipeline {
@@ -52,15 +53,6 @@ const char* name(Reduce reduce) {
   return "unknown";
 }
 
-std::string delays(const RunnerOptions& options) {
-  std::string text;
-  for (const auto& [link, seconds] : options.link_delay) {
-    text += c10::str(
-        text.empty() ? "" : ", ", link.first, ">", link.second, ": ", seconds);
-  }
-  return "{" + text + "}";
-}
-
 // Of the library, which may differ from machine to machine.
 std::string version() {
   const std::string info = build_info();
@@ -95,110 +87,6 @@ record_of(const Schedule& schedule, const RunnerOptions& options) {
       {"deterministic", options.deterministic ? "true" : "false"},
       {"seed", c10::str(options.seed)},
       {"share_loss", options.share_loss ? "true" : "false"}};
-}
-
-void check_stages(
-    int64_t rank,
-    const Schedule& schedule,
-    const std::vector<Stage>& stages) {
-  std::vector<int64_t> own;
-  for (uint32_t stage = 0; stage < schedule.stages; ++stage) {
-    if (schedule.placement[stage] == rank) {
-      own.push_back(stage);
-    }
-  }
-  std::vector<int64_t> given;
-  for (const Stage& stage : stages) {
-    given.push_back(stage.index());
-  }
-  std::sort(given.begin(), given.end());
-  TORCH_SM3_CHECK_VALUE(
-      given == own,
-      "PipelineRunner",
-      "stages",
-      c10::str("the stages ", own, ", each once"),
-      given);
-  for (const Stage& stage : stages) {
-    for (const auto& [key, target] : stage.routes()) {
-      TORCH_SM3_CHECK_VALUE(
-          target < schedule.stages,
-          "PipelineRunner",
-          "stages",
-          c10::str("a route to a stage below ", schedule.stages),
-          target);
-    }
-  }
-}
-
-void check(
-    int64_t rank,
-    int64_t ranks,
-    const Schedule& schedule,
-    const std::vector<Stage>& stages,
-    const RunnerOptions& options) {
-  TORCH_SM3_CHECK_VALUE(
-      schedule.ranks == ranks,
-      "PipelineRunner",
-      "schedule",
-      c10::str("a schedule of ", ranks, " ranks"),
-      schedule.ranks);
-  check_stages(rank, schedule, stages);
-  const RankProgram program(schedule, static_cast<uint32_t>(rank));
-  TORCH_SM3_CHECK_VALUE(
-      options.loss || !program.trains() || schedule.placement.back() != rank,
-      "PipelineRunner",
-      "options",
-      "a loss for a schedule with backwards",
-      "none");
-  TORCH_SM3_CHECK_VALUE(
-      options.timeout > 0,
-      "PipelineRunner",
-      "options",
-      "a timeout above 0 s",
-      options.timeout);
-  TORCH_SM3_CHECK_VALUE(
-      options.max_pending >= 1,
-      "PipelineRunner",
-      "options",
-      "max_pending of at least 1",
-      options.max_pending);
-  TORCH_SM3_CHECK_VALUE(
-      !options.hook || options.data_parallel,
-      "PipelineRunner",
-      "options",
-      "data_parallel, the group of the hook's ranks",
-      "none");
-  for (const auto& [link, seconds] : options.link_delay) {
-    TORCH_SM3_CHECK_VALUE(
-        std::min(link.first, link.second) >= 0 &&
-            std::max(link.first, link.second) < ranks && seconds >= 0,
-        "PipelineRunner",
-        "options",
-        c10::str("link_delay of seconds for pairs of ", ranks, " ranks"),
-        delays(options));
-  }
-}
-
-// A deterministic run adds contributions in microbatch order.
-void check_order(const Schedule& schedule) {
-  for (const auto& row : schedule.rows) {
-    std::map<std::pair<Op, uint16_t>, Action> latest;
-    for (const Action action : row) {
-      if (!is_compute(action.op) || action.op == Op::kForward) {
-        continue;
-      }
-      const auto [found, fresh] =
-          latest.emplace(std::pair(action.op, action.stage), action);
-      if (!fresh && found->second.microbatch > action.microbatch) {
-        throw ScheduleError(
-            "PipelineRunner: expected backwards in microbatch order for a "
-            "deterministic run, but got " +
-            schedule.text(action) + " after " + schedule.text(found->second) +
-            " (argument 'schedule')");
-      }
-      found->second = action;
-    }
-  }
 }
 
 std::vector<Route> routes_of(const std::vector<Stage>& stages) {
@@ -316,99 +204,6 @@ Members all_members(
     all.push_back(std::move(theirs));
   }
   return combined(all);
-}
-
-// The schedule with the routes and ties of the stages, as far as it can still
-// be given any.
-Schedule completed(
-    const Schedule& schedule,
-    std::vector<Route> routes,
-    const Members& members) {
-  std::vector<std::vector<uint16_t>> ties;
-  for (const auto& [name, all] : members) {
-    if (stages_of(all).size() > 1) {
-      ties.push_back(stages_of(all));
-    }
-  }
-  std::sort(ties.begin(), ties.end());
-  auto known = schedule.ties;
-  std::sort(known.begin(), known.end());
-  // Without messages a schedule may leave some out, but not know others.
-  const bool complete = schedule.lowered();
-  const auto fits = [&](const auto& declared, const auto& given) {
-    return complete ? declared == given
-                    : std::includes(
-                          given.begin(),
-                          given.end(),
-                          declared.begin(),
-                          declared.end());
-  };
-  TORCH_SM3_CHECK_VALUE(
-      fits(schedule.routes, routes),
-      "PipelineRunner",
-      "schedule",
-      c10::str("the ", routes.size(), " routes of the stages"),
-      c10::str(schedule.routes.size(), " others"));
-  TORCH_SM3_CHECK_VALUE(
-      fits(known, ties),
-      "PipelineRunner",
-      "schedule",
-      c10::str("the ", ties.size(), " tied weights of the stages"),
-      c10::str(known.size(), " others"));
-  return complete ? schedule
-                  : schedule.with_routes(std::move(routes), std::move(ties));
-}
-
-// Tied weights in the order in which a schedule numbers them; those of a single
-// stage, which no schedule knows, come last.
-std::vector<std::vector<Member>>
-numbered(Members members, const std::vector<std::vector<uint16_t>>& known) {
-  std::vector<std::vector<Member>> ties;
-  for (const auto& stages : known) {
-    const auto found =
-        std::find_if(members.begin(), members.end(), [&](const auto& entry) {
-          return stages_of(entry.second) == stages;
-        });
-    ties.push_back(std::move(found->second));
-    members.erase(found);
-  }
-  for (auto& entry : members) {
-    ties.push_back(std::move(entry.second));
-  }
-  return ties;
-}
-
-// Adds the reductions that the row of a rank leaves out, at its end.
-void add_collectives(Agreement* known, int64_t rank) {
-  std::vector<Action>& row = known->schedule.rows.at(static_cast<size_t>(rank));
-  const auto has = [&](Op op, int64_t stage, uint32_t number) {
-    return std::any_of(row.begin(), row.end(), [&](Action action) {
-      return action.op == op &&
-             (op == Op::kTieReduce ? action.microbatch == number
-                                   : action.stage == stage);
-    });
-  };
-  for (uint32_t number = 0; number < known->ties.size(); ++number) {
-    for (const Member& member : known->ties[number]) {
-      if (member.rank == rank && !has(Op::kTieReduce, 0, number)) {
-        row.push_back(
-            {Op::kTieReduce, 0, static_cast<uint16_t>(member.stage), number});
-      }
-    }
-  }
-  // In the order of their last weight gradients.
-  std::vector<uint16_t> late;
-  for (auto action = row.rbegin(); action != row.rend(); ++action) {
-    if (gives_weight_gradient(action->op) &&
-        std::find(late.begin(), late.end(), action->stage) == late.end()) {
-      late.push_back(action->stage);
-    }
-  }
-  for (auto stage = late.rbegin(); stage != late.rend(); ++stage) {
-    if (!has(Op::kReduceGrad, *stage, 0)) {
-      row.push_back({Op::kReduceGrad, 0, *stage, 0});
-    }
-  }
 }
 
 } // namespace

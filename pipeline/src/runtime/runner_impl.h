@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <runtime/agree.h>
 #include <runtime/batch.h>
 #include <runtime/control.h>
 #include <runtime/gradients.h>
@@ -18,24 +19,6 @@
 #include <vector>
 
 namespace torch_sm3::pipeline {
-
-// What all ranks know of each other.
-struct Agreement {
-  Schedule schedule; // with its messages
-  // Members of each tied weight, in the order in which the schedule numbers
-  // them.
-  std::vector<std::vector<Member>> ties;
-};
-
-// Checks the arguments of a runner on all ranks together. A ValueError is the
-// same on all ranks.
-Agreement agree(
-    Transport* transport,
-    int64_t rank,
-    int64_t ranks,
-    const Schedule& schedule,
-    const std::vector<Stage>& stages,
-    const RunnerOptions& options);
 
 class PipelineRunner::Impl {
  public:

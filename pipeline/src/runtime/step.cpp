@@ -175,6 +175,10 @@ bool PipelineRunner::Impl::drive(Machine& machine, Batch& batch) {
       const Request request = machine.resume(std::move(answer), kSlice);
       answer.clear();
       if (request.kind == Request::Kind::kDone) {
+        // All ranks hear of this step's failure anyway.
+        if (machine.failed()) {
+          interrupts_.take();
+        }
         return true;
       }
       if (request.kind == Request::Kind::kLost) {
