@@ -235,7 +235,7 @@ Agreement agree(
   rules.links.max_pending = options.max_pending;
   verify(known.schedule, rules).raise_if_invalid();
   if (options.deterministic) {
-    check_order(known.schedule);
+    check_backward_order(known.schedule);
   }
   known.ties = numbered(std::move(members), known.schedule.ties);
   if (RankProgram(known.schedule, static_cast<uint32_t>(rank)).trains()) {

@@ -38,7 +38,7 @@ void check(
     const RunnerOptions& options);
 
 // A deterministic run adds contributions in microbatch order.
-void check_order(const Schedule& schedule);
+void check_backward_order(const Schedule& schedule);
 
 // Delays of links, as text.
 std::string delays(const RunnerOptions& options);

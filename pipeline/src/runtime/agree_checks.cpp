@@ -105,7 +105,7 @@ void check(
   }
 }
 
-void check_order(const Schedule& schedule) {
+void check_backward_order(const Schedule& schedule) {
   for (const auto& row : schedule.rows) {
     std::map<std::pair<Op, uint16_t>, Action> latest;
     for (const Action action : row) {
