@@ -3,7 +3,9 @@
 
 One process runs the forwards of a stage and then either full backwards or, in turn,
 those of its inputs and of its weights, as a rank of a zero-bubble schedule does. Times
-are those of the actions alone, as the runner's trace tells them.
+are those of the actions alone, as the runner's trace tells them. Beside them stand the
+page faults of a step: what glibc gives back to the kernel between two actions has to be
+faulted in again, and that depends on the order in which memory is released.
 
     python benchmarks/pipeline_split.py --check
 """
@@ -11,6 +13,7 @@ are those of the actions alone, as the runner's trace tells them.
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -68,8 +71,16 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-def measure(width: int, depth: int, repeats: int) -> float:
-    """Return I + W over B of one stage: the median over alternated steps."""
+def faults() -> int:
+    """Return the page faults of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def measure(width: int, depth: int, repeats: int) -> tuple[float, list[float]]:
+    """Return I + W over B of one stage, and the page faults of a step of both.
+
+    The ratio is the median over alternated steps.
+    """
     torch.manual_seed(0)
     items = [torch.randn(ROWS, width) for _ in range(MICROBATCHES)]
     stages = [Stage(Scale(), 0), Stage(blocks(width, depth), 1), Stage(Scale(), 2)]
@@ -80,14 +91,17 @@ def measure(width: int, depth: int, repeats: int) -> float:
         for ops in ("B", "IW")
     ]
     ratios = []
+    faulted = [0.0, 0.0]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         for _ in range(repeats):
             seconds = []
-            for runner in runners:
+            for way, runner in enumerate(runners):
+                before = faults()
                 # A trace keeps the latest eight steps.
                 for _ in range(8):
                     runner.step(microbatches=items, targets=items)
+                faulted[way] += (faults() - before) / (8 * repeats)
                 runner.save_trace(path)
                 costs = load_trace(path)
                 assert isinstance(costs.I, tuple) and isinstance(costs.W, tuple)
@@ -96,7 +110,7 @@ def measure(width: int, depth: int, repeats: int) -> float:
             ratios.append(seconds[1][1] / seconds[0][0])
     for runner in runners:
         runner.close()
-    return statistics.median(ratios)
+    return statistics.median(ratios), faulted
 
 
 def main() -> None:
@@ -108,15 +122,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     widths = options.widths[:2] if options.quick else options.widths
-    figures = [
-        Figure(
-            f"I + W over B, width {width}",
-            measure(width, options.depth, 3 if options.quick else 9),
-            limit=1.1,
-        )
-        for width in widths
-    ]
-    finish(figures, options, {"rows": ROWS, "depth": options.depth})
+    figures, faulted = [], {}
+    for width in widths:
+        ratio, both = measure(width, options.depth, 3 if options.quick else 9)
+        figures.append(Figure(f"I + W over B, width {width}", ratio, limit=1.1))
+        faulted[str(width)] = dict(zip(("B", "I and W"), both, strict=True))
+    shape = {"rows": ROWS, "depth": options.depth}
+    finish(figures, options, {**shape, "page_faults_of_a_step": faulted})
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def step(rank: int, port: int, path: str) -> None:
         loss_fn=nn.functional.mse_loss,
         trace=True,
     )
-    batch = torch.zeros(4 * MICROBATCHES, 64, requires_grad=True)
+    batch = torch.zeros(4 * MICROBATCHES, 64)
     for _ in range(STEPS):
         runner.step(batch, target=torch.zeros_like(batch))
     runner.save_trace(path)
@@ -88,9 +88,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         mp.spawn(step, (port, str(path)), nprocs=RANKS)
-        chart = Path(__file__).with_name("pipeline_trace.svg")
-        plot(Trace.load(path), chart, width=1000, memory=True)
-        plot(Trace.load(path), Path("/tmp/tools/trace.png"), width=1000, memory=True)
+        chart = plot(Trace.load(path), width=1000, memory=True)
+    target = Path(__file__).with_name("pipeline_trace.svg")
+    target.write_text(chart.svg(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -216,7 +216,8 @@ TEST(Planner, SplitRoutesTheEncodersOutput) {
 
 TEST(Planner, RefusalsNameArgumentAndNearestKind) {
   EXPECT_NE(
-      refusal({"1fb1", 2, 2}).find("but got '1fb1', perhaps for '1f1b'"),
+      refusal({"1fb1", 2, 2})
+          .find("but got '1fb1' (argument 'kind'), perhaps for '1f1b'"),
       std::string::npos);
   EXPECT_NE(
       refusal({"zb-v", 2, 2}).find("perhaps for 'zbv'"), std::string::npos);

@@ -200,5 +200,37 @@ TEST(PlannerLinks, WarmUpHidesTheLinks) {
   }
 }
 
+// Whether a backward is short or long, one send pending on each link is as good
+// as any number.
+TEST(PlannerLinks, OnePendingSendHoldsUpNobody) {
+  const double triples[][3]{
+      {1, 1, 1}, {1, 2, 1}, {3, 4, 2}, {1, 3, 2}, {5, 1, 1}};
+  for (const std::string& kind : kinds()) {
+    for (const int64_t p : {2, 3, 4, 8}) {
+      for (int64_t v = 1; v <= 4 && kind != "auto"; ++v) {
+        for (int64_t m = 1; m <= 4 * p; ++m) {
+          Schedule schedule;
+          try {
+            schedule = plan({kind, p, m, v}).lower();
+          } catch (const std::invalid_argument&) {
+            continue; // not of this kind
+          }
+          for (const auto& [f, i, w] : triples) {
+            Costs costs;
+            costs.stages[0].forward = f;
+            costs.stages[0].input = i;
+            costs.stages[0].weight = w;
+            const double any =
+                simulate(schedule, costs, {Links::kPosted, 1}).makespan;
+            EXPECT_NEAR(simulate(schedule, costs).makespan, any, 1e-9 * any)
+                << kind << " p=" << p << " v=" << v << " m=" << m
+                << " B/F=" << (i + w) / f;
+          }
+        }
+      }
+    }
+  }
+}
+
 } // namespace
 } // namespace torch_sm3::pipeline

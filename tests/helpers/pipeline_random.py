@@ -133,7 +133,7 @@ def random_costs(draw: random.Random, plan: Plan) -> dict[str, Any]:
     costs["tie"] = some(len(plan.ties), number) if plan.ties else number()
     for name in ("latency", "bandwidth"):
         whole = [[number() for _ in range(p)] for _ in range(p)]
-        costs[name] = draw.choice([0.0, number(), whole])
+        costs[name] = draw.choice([0.0, number(), whole, whole[0]])
     costs["serial_links"] = draw.random() < 0.5
     costs["optimizer_waits"] = draw.random() < 0.5
     costs["speed"] = some(p, lambda: draw.choice([1.0, 0.5, 0.25 + draw.random()]))

@@ -184,6 +184,32 @@ def ended_by(rank: int, ranks: int, call: str) -> tuple[str, str, bool]:
     return text, f"{steps} more steps", gone
 
 
+def wrong_arguments(rank: int, ranks: int, kind: str, where: int) -> tuple[str, bool]:
+    """Give one rank wrong data while an optimizer step is pending; then go on."""
+    runs = []
+    text = "nothing"
+    for later in (False, True):
+        mine = chain(ranks)
+        optimizer = torch.optim.SGD(mine[rank].parameters(), lr=0.1)
+        runner = runner_of(mine, plan(kind, ranks, M), rank)
+        losses = []
+        for step in range(4):
+            x, y = _data(step)
+            if later and step == 2:
+                try:
+                    wrong = x[:1] if rank == where else x, y[:1] if rank == where else y
+                    runner.step(wrong[0], target=wrong[1])
+                except ValueError as error:
+                    text = str(error)
+            losses.append(runner.step(x, target=y).loss.item())
+            runner.optimizer_step(optimizer, max_norm=0.1, post_validate=later)
+            runner.zero_grad()
+        runner.flush()
+        runner.close()
+        runs.append((losses, [p.tolist() for p in mine[rank].parameters()]))
+    return text, runs[0] == runs[1]
+
+
 def does_not_wait(rank: int, ranks: int, kind: str) -> list[float]:
     """Let one rank's last backward of a step wait until another has left that step.
 
@@ -216,35 +242,52 @@ def does_not_wait(rank: int, ranks: int, kind: str) -> list[float]:
     return losses
 
 
-def tokens_and_quiet(rank: int, ranks: int) -> list[str]:
+def _counted(output: Tensor, target: Tensor) -> tuple[Tensor, int, dict[str, Any]]:
+    return squared(output, target) * len(target), len(target), {"n": len(target)}
+
+
+def _trained(stage: int, seed: int, later: bool, options: dict[str, Any]) -> Any:
+    """Return all that is seen of a few steps on two ranks, and the weights."""
+    mine = chain(2)
+    optimizer = torch.optim.SGD(mine[stage].parameters(), lr=0.1)
+    runner = runner_of(mine, plan("zb_h1", 2, M), stage, **options)
+    seen: list[Any] = []
+    for step in range(4):
+        items, targets = batches([3, 1, 2 + seed, 2], seed=10 * seed + step)
+        result = runner.step(iterator=iter(list(zip(items, targets, strict=True))))
+        seen += [result.loss, result.losses, result.tokens, result.metrics]
+        runner.optimizer_step(optimizer, max_norm=0.5, post_validate=later)
+        runner.zero_grad()
+    runner.flush()
+    runner.close()
+    return str(seen), [p.tolist() for p in mine[stage].parameters()]
+
+
+def reductions(rank: int, ranks: int) -> list[str]:
     """Compare early ends with others where losses are divided at the end."""
-
-    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, int, dict[str, Any]]:
-        return squared(output, target) * len(target), len(target), {"n": len(target)}
-
     wrong = []
     for options in (
-        {"loss_reduction": "tokens", "loss_fn": loss_fn},
+        {"loss_reduction": "tokens", "loss_fn": _counted},
         {"loss_reduction": "samples"},
         {"loss_reduction": "sum", "share_loss": False},
     ):
-        runs = []
-        for later in (False, True):
-            mine = chain(ranks)
-            optimizer = torch.optim.SGD(mine[rank].parameters(), lr=0.1)
-            runner = runner_of(mine, plan("zb_h1", ranks, M), rank, **options)
-            seen: list[Any] = []
-            for step in range(4):
-                items, targets = batches([3, 1, 2, 2], seed=step)
-                result = runner.step(
-                    iterator=iter(list(zip(items, targets, strict=True)))
-                )
-                seen += [result.loss, result.losses, result.tokens, result.metrics]
-                runner.optimizer_step(optimizer, max_norm=0.5, post_validate=later)
-                runner.zero_grad()
-            runner.flush()
-            runner.close()
-            runs.append((str(seen), [p.tolist() for p in mine[rank].parameters()]))
-        if runs[0] != runs[1]:
+        first, later = (_trained(rank, 0, later, options) for later in (False, True))
+        if first != later:
             wrong.append(str(options["loss_reduction"]))
     return wrong
+
+
+def replicated_tokens(rank: int, ranks: int) -> list[str]:
+    """Compare early ends with others where replicas have unlike numbers of tokens."""
+    with grid(rank) as place:
+        options = {
+            "loss_reduction": "tokens",
+            "loss_fn": _counted,
+            "group": place.pipeline,
+            "data_parallel": place.replicas,
+        }
+        first, later = (
+            _trained(place.stage, place.replica, later, options)
+            for later in (False, True)
+        )
+    return [] if first == later and "17" in first[0] else [str(first), str(later)]

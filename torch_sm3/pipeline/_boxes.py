@@ -53,6 +53,7 @@ class Lane(NamedTuple):
         busy: time in boxes that are no wait.
         merged: whether boxes stand for more than one action.
         memory: what is live over time, if that is shown.
+        end: when the step of this lane ends; 0 for the end of the time axis.
     """
 
     label: str
@@ -61,6 +62,7 @@ class Lane(NamedTuple):
     busy: float
     merged: bool = False
     memory: Memory | None = None
+    end: float = 0.0
 
 
 class Arrow(NamedTuple):

@@ -116,6 +116,7 @@ class Parts:
                 own, options.timeout, options.max_pending, hub, first, delay
             )
         splits = {index: stage.split for index, stage in self.stages.items()}
+        fused = [index for index, stage in self.stages.items() if stage.fused]
         self.machines = Machines(
             self.rank,
             self.placement,
@@ -124,7 +125,7 @@ class Parts:
             splits,
             {i: list(stage.module.parameters()) for i, stage in self.stages.items()},
             options.max_pending,
-            [index for index, stage in self.stages.items() if stage.fused],
+            fused,
         )
         self.control = Control(self.links, self.rank, size, self.placement[-1])
         self.replicas: Collective | None = None

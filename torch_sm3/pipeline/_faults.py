@@ -49,6 +49,20 @@ class PipelineError(RuntimeError):
         message: text of the exception.
         others: the other failures of the step, as text.
         replica: data-parallel replica of the rank that failed, 0 if there is one.
+
+    Example::
+
+        >>> import torch
+        >>> from torch_sm3.pipeline import PipelineError, PipelineRunner, Stage, plan
+        >>> runner = PipelineRunner(
+        ...     [Stage(torch.nn.Linear(4, 1), 0)], plan("none", 1, 2),
+        ...     loss_fn=lambda output, target: target["no such key"])
+        >>> try:
+        ...     runner.step(microbatches=[torch.randn(3, 4)] * 2, targets=[{}, {}])
+        ... except PipelineError as error:
+        ...     print(error.rank, error.error_type, type(error.__cause__).__name__)
+        0 KeyError KeyError
+        >>> runner.close()
     """
 
     def __init__(

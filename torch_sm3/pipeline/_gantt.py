@@ -192,15 +192,15 @@ class Gantt:
         canvas.text(edge, self._axis + 12, self.chart.unit, _SIZE, _GREY, "end")
 
     def _draw_lane(self, canvas: Canvas, number: int, lane: Lane) -> None:
-        y = self._y(number)
+        y, last = self._y(number), lane.end or self.chart.end
         if number % self._every == 0:
             middle = y + self._lane / 2
             canvas.text(self._left - 8, middle, lane.label, self._label, _INK, "end")
-            if self.chart.end:
-                idle = 100 * (1 - lane.busy / self.chart.end)
+            if last:
+                idle = 100 * (1 - lane.busy / last)
                 text = f"bubble {abs(idle):.1f} %"
                 canvas.text(self._right + 8, middle, text, self._label, _GREY, "start")
-        spans = [(0.0, self.chart.end)] if lane.merged else gaps(lane, self.chart.end)
+        spans = [(0.0, last)] if lane.merged else gaps(lane, last)
         for start, end in spans:
             x, wide = self._x(start), self._x(end) - self._x(start)
             canvas.hatch(x, y, wide, self._lane, _BUBBLE, "bubble")

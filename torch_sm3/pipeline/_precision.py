@@ -47,6 +47,9 @@ def squares(
                 continue
             seen.add(parameter)
             norm = torch.linalg.vector_norm(parameter.grad, dtype=_wide(parameter.grad))
+            if hasattr(norm, "full_tensor"):
+                # Sharded over replicas, which all come here alike.
+                norm = norm.full_tensor()
             total += float(norm) ** 2
         found.append((index, total))
     return found

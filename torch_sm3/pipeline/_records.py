@@ -55,6 +55,21 @@ class Records:
         Raises:
             RuntimeError: if nothing was traced.
             ValueError: if no step has run to its end.
+
+        Example::
+
+            >>> import torch
+            >>> from torch_sm3.pipeline import PipelineRunner, Stage, plan
+            >>> runner = PipelineRunner(
+            ...     [Stage(torch.nn.Linear(4, 1), 0)], plan("none", 1, 2),
+            ...     loss_fn=torch.nn.functional.mse_loss, trace=True)
+            >>> result = runner.step(torch.randn(6, 4), target=torch.randn(6, 1))
+            >>> said = runner.report()
+            >>> len(said.measured), said.largest_stage
+            (1, 0)
+            >>> 0 < said.measured[0].busy <= said.makespan
+            True
+            >>> runner.close()
         """
         trace = self._session.trace(everywhere=True)
         assert trace is not None, "all ranks get it"
@@ -73,6 +88,23 @@ class Records:
 
         Raises:
             RuntimeError: if nothing was traced.
+
+        Example::
+
+            >>> import tempfile
+            >>> from torch_sm3.pipeline.trace import load_trace
+            >>> import torch
+            >>> from torch_sm3.pipeline import PipelineRunner, Stage, plan
+            >>> runner = PipelineRunner(
+            ...     [Stage(torch.nn.Linear(4, 1), 0)], plan("none", 1, 2),
+            ...     loss_fn=torch.nn.functional.mse_loss, trace=True)
+            >>> result = runner.step(torch.randn(6, 4), target=torch.randn(6, 1))
+            >>> with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            ...     runner.save_trace(file.name)
+            ...     costs = load_trace(file.name)
+            >>> costs.F[0] > 0
+            True
+            >>> runner.close()
         """
         trace = self._session.trace(everywhere=False)
         if trace is not None:

@@ -201,7 +201,7 @@ class Session(Updates):
         held = not evaluation and gradients.present()
         row = parts.forward_row(count) if evaluation else parts.row
         bulletin = self._bulletin
-        if bulletin is not None and parts.is_hub:
+        if bulletin is not None and parts.is_hub and not run.failed:
             work.after_loss = lambda: bulletin.publish(work.losses)
         if not evaluation:
             gradients.begin()

@@ -67,6 +67,10 @@ class _Between:
         self._kept = output.detach().clone()
         return output
 
+    def weights(self) -> list[float]:
+        """Leave the gradients of the losses to :meth:`seed`."""
+        return []
+
     def seed(self, microbatch: int, loss: Tensor) -> Tensor:
         """Return one."""
         return torch.ones_like(loss)
@@ -111,7 +115,8 @@ def untouched(module: torch.nn.Module) -> Iterator[None]:
     for held in hooks:
         held.clear()
     for x in parameters:
-        x.grad = None
+        # As after an earlier microbatch: what is there is not made anew.
+        x.grad = torch.zeros_like(x) if x.requires_grad else None
     try:
         yield
     finally:

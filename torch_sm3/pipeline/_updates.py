@@ -158,8 +158,9 @@ class Updates(Calls):
     def _validate(self, work: StepWork) -> bool:
         """End the optimizer step before; return whether this step is to begin anew."""
         wrong = self.stepper.validate()[1]
-        if self._bulletin is not None and self._parts.is_hub and not wrong:
-            self._bulletin.publish(work.losses)
+        if work.after_loss is not None and not wrong:
+            # All losses may be there already, and have not been told yet.
+            work.after_loss()
         return wrong
 
 

@@ -96,6 +96,8 @@ def unpack(structure: str, tensors: list[torch.Tensor]) -> Any:
     Raises:
         ValueError: if the two do not fit.
     """
+    if structure == "t" and len(tensors) == 1:
+        return tensors[0]
     data = structure.encode()
     position = 0
     rest = iter(tensors)

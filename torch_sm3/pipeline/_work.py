@@ -127,9 +127,8 @@ class StepWork:
     ) -> Any:
         """Call a stage; on the last one return the loss or None."""
         own = self._stages[stage]
-        call: Callable[..., Any] = own.module
-        if beside is not None and own.fused is not None:
-            call = partial(own.fused, beside)
+        fused = own.fused
+        call = partial(fused, beside) if fused and beside else own.module
         picked, named = self.feed.arguments(own, microbatch)
         before = spread(value) if stage > 0 else ()
         with self._random(stage, microbatch):

@@ -7,8 +7,9 @@ import warnings
 from collections.abc import Sequence
 
 from torch_sm3 import _ops
+from torch_sm3.pipeline._errors import checked, whole, words
 from torch_sm3.pipeline.costs import Costs
-from torch_sm3.pipeline.schedule import Candidate, Schedule, checked
+from torch_sm3.pipeline.schedule import Candidate, Schedule
 
 
 def kinds() -> list[str]:
@@ -82,6 +83,7 @@ def plan(
 
     Raises:
         ValueError: naming the argument that is wrong.
+        TypeError: likewise.
         ScheduleError: if nothing fits into the memory, or the order cannot run.
 
     Example::
@@ -100,16 +102,16 @@ def plan(
     """
     native, found, alternatives, advice = checked(
         lambda: _ops.pipeline_schedule_class().plan_with(
-            kind,
-            ranks,
-            microbatches,
+            words("plan", kind, "kind"),
+            whole("plan", ranks, "ranks"),
+            whole("plan", microbatches, "microbatches"),
             _chosen(chunks, None, "chunks", 1),
             _chosen(group_size, "auto", "group_size", 1),
             {} if costs is None else costs.values(),
             float(link_cost),
             limits_of(memory_limit),
             _chosen(split, None, "split", 1),
-            via,
+            words("plan", via, "via"),
             -1 if warmup == "auto" else _chosen(warmup, None, "warmup", 0),
             -1 if rank is None else _chosen(rank, None, "rank", 0),
         )
@@ -157,7 +159,8 @@ def partition(
     layers = [float(cost) for cost in costs]
     held = [] if memory is None else [float(count) for count in memory]
     native = _ops.pipeline_schedule_class()
-    return list(checked(lambda: native.partition(layers, stages, held, float(limit))))
+    count = whole("partition", stages, "stages")
+    return list(checked(lambda: native.partition(layers, count, held, float(limit))))
 
 
 def limits_of(limit: float | Sequence[float] | None) -> list[float]:
@@ -173,9 +176,12 @@ def _chosen(value: int | str | None, unset: str | None, name: str, least: int) -
     """Return a number for the library, which reads 0 as not given."""
     if value == unset:
         return 0
-    if not isinstance(value, int) or value < least:
+    number = least - 1
+    if value is not None and not isinstance(value, str):
+        number = whole("plan", value, name)
+    if number < least:
         wanted = f"{name} of at least {least}" + (f" or {unset!r}" if unset else "")
         raise ValueError(
             f"plan: expected {wanted}, but got {value!r} (argument '{name}')"
         )
-    return value
+    return number

@@ -103,18 +103,19 @@ def _traced(
     ]
     ran = trace.simulate(costs)
     predicted = [[(1e3 * a, 1e3 * b) for a, b in spans] for spans in ran.timeline()]
+    last = max(b for spans in predicted for _, b in spans)
     chunk_of = chunks_of(schedule)
     lanes = []
     for rank, row in enumerate(rows):
         begin, ready, end = times[rank]
         measured = list(zip(begin, end, strict=True))
         lanes.append(lane(f"rank {rank} measured", row, measured, chunk_of, ready))
-        lanes.append(lane("predicted", row, predicted[rank], chunk_of))
-    last = max(b for spans in predicted for _, b in spans)
+        paper = lane("predicted", row, predicted[rank], chunk_of)
+        lanes.append(paper._replace(end=last))
     makespan = max(column[-1] for _, _, column in times)
     if memory:
         kept: list[Memory | None] = []
-        for (begin, _, end), stamps, paper in zip(
+        for (begin, _, end), stamps, live in zip(
             times, step, _memories(ran, 1e3), strict=True
         ):
             spans = list(zip(begin, end, strict=True))
@@ -122,7 +123,7 @@ def _traced(
             counted = (
                 levels_of(stamps.live, spans, makespan) if any(stamps.live) else None
             )
-            kept += [counted, paper]
+            kept += [counted, live]
         lanes = _with_memory(lanes, kept)
     return Picture(
         _title(schedule, f"{makespan:.4g} ms") if title is None else title,

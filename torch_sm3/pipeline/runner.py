@@ -173,6 +173,21 @@ class PipelineRunner(Records):
             ValueError: on every rank, if the data does not fit.
             RuntimeError: if the schedule has no backwards, gradients are off, or
                 another runner is at work on the group.
+
+        Example::
+
+            >>> import torch
+            >>> from torch_sm3.pipeline import PipelineRunner, Stage, plan
+            >>> module = torch.nn.Linear(4, 1)
+            >>> runner = PipelineRunner(
+            ...     [Stage(module, index=0)], plan("none", ranks=1, microbatches=2),
+            ...     loss_fn=torch.nn.functional.mse_loss)
+            >>> x, y = torch.randn(6, 4), torch.randn(6, 1)
+            >>> result = runner.step(x, target=y, return_outputs=True)
+            >>> result.losses.shape, [output.shape[0] for output in result.outputs]
+            (torch.Size([2]), [3, 3])
+            >>> result = runner.step(microbatches=[x[:1], x], targets=[y[:1], y])
+            >>> runner.close()
         """
         given = Given(inputs, target, kwargs, microbatches, targets, iterator)
         return self._session.run(given, return_outputs, scaler, evaluation=False)
@@ -207,6 +222,23 @@ class PipelineRunner(Records):
         Raises:
             PipelineError: on every rank and with equal fields, if any of them fails.
             ValueError: on every rank, if the data does not fit.
+
+        Example::
+
+            >>> import torch
+            >>> from torch_sm3.pipeline import PipelineRunner, Stage, plan
+            >>> module = torch.nn.Linear(4, 1)
+            >>> runner = PipelineRunner(
+            ...     [Stage(module, index=0)], plan("none", ranks=1, microbatches=2),
+            ...     loss_fn=torch.nn.functional.mse_loss)
+            >>> x, y = torch.randn(6, 4), torch.randn(6, 1)
+            >>> runner.eval(x, target=y).losses.shape
+            torch.Size([2])
+            >>> runner.eval(microbatches=[x] * 5, targets=[y] * 5).losses.shape
+            torch.Size([5])
+            >>> module.weight.grad is None
+            True
+            >>> runner.close()
         """
         given = Given(inputs, target, kwargs, microbatches, targets, iterator)
         return self._session.evaluate(given, return_outputs)
@@ -250,6 +282,21 @@ class PipelineRunner(Records):
                 other ranks may have stepped.
             ValueError: on every rank, if ``max_norm`` is negative or not alike.
             TypeError: on every rank, if ``optimizer`` is none.
+
+        Example::
+
+            >>> import torch
+            >>> from torch_sm3.pipeline import PipelineRunner, Stage, plan
+            >>> module = torch.nn.Linear(4, 1)
+            >>> runner = PipelineRunner(
+            ...     [Stage(module, index=0)], plan("none", ranks=1, microbatches=2),
+            ...     loss_fn=torch.nn.functional.mse_loss)
+            >>> x, y = torch.randn(6, 4), torch.randn(6, 1)
+            >>> optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            >>> result = runner.step(x, target=y)
+            >>> runner.optimizer_step(optimizer, max_norm=1.0).applied
+            True
+            >>> runner.close()
         """
         return self._session.optimize(optimizer, max_norm, scaler, post_validate)
 
@@ -277,6 +324,7 @@ class PipelineRunner(Records):
     def close(self) -> None:
         r"""End the links and give the process groups back. Idempotent.
 
-        An optimizer step that was not validated yet stands; call :meth:`flush` before.
+        An optimizer step that was not validated yet stands, and nobody hears of a
+        failure that was still to be raised; call :meth:`flush` before.
         """
         self._session.close()

@@ -4,43 +4,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch_sm3 import _ops
+from torch_sm3.pipeline._errors import ScheduleError, checked
 from torch_sm3.pipeline.action import Action, Candidate
 from torch_sm3.pipeline.costs import Costs
 
 __all__ = ["Action", "Candidate", "Schedule", "ScheduleError", "checked"]
-
-T = TypeVar("T")
-_MARK = "ScheduleError: "
-
-
-class ScheduleError(ValueError):
-    r"""Say that a schedule cannot be read or cannot run, or that none fits.
-
-    Example::
-
-        >>> from torch_sm3.pipeline import Schedule, ScheduleError
-        >>> try:
-        ...     Schedule.parse("schedule 2")
-        ... except ScheduleError as error:
-        ...     print(type(error).__mro__[1].__name__)
-        ValueError
-    """
-
-
-def checked(call: Callable[[], T]) -> T:
-    """Call the library, whose schedule errors reach Python as marked ValueErrors."""
-    try:
-        return call()
-    except ValueError as error:
-        text = str(error)
-        if not text.startswith(_MARK):
-            raise
-        raise ScheduleError(text.removeprefix(_MARK)) from None
 
 
 class Schedule:
@@ -237,10 +210,10 @@ class Schedule:
         r"""Add the messages and collectives that a compute-only schedule lacks.
 
         Each SEND stands right after its producer, each RECV before the first action
-        that starts, if every cell took one unit of time, when or after the message is
-        sent. REDUCE_GRAD follows the last weight gradient of its stage, or the
-        TIE_REDUCE that it waits for; OPTIM is last. What is there already stays as it
-        is.
+        that starts, if B took three units of time and all else one, when or after the
+        message is sent. REDUCE_GRAD follows the last weight gradient of its stage, or
+        the TIE_REDUCE that it waits for; OPTIM is last. What is there already stays as
+        it is; a schedule that lacks nothing is returned itself.
 
         Returns:
             The lowered schedule; of a lowered schedule an equal one.
@@ -257,6 +230,8 @@ class Schedule:
             rank 0: 0F0 0RECV_B0 0SEND_F0 0B0 0REDUCE_GRAD OPTIM
             rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD OPTIM
         """
+        if self.native.complete():
+            return self
         return checked(lambda: Schedule(self.native.lower()))
 
     @property

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch_sm3.pipeline._errors import ScheduleError, checked, whole, words
 from torch_sm3.pipeline.costs import Costs
 from torch_sm3.pipeline.planner import limits_of
-from torch_sm3.pipeline.schedule import Schedule, ScheduleError, checked
+from torch_sm3.pipeline.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,10 @@ def verify(
     return Report(
         *checked(
             lambda: schedule.native.verify(
-                links, max_pending, _values(memory), limits_of(memory_limit), full_grid
+                *_links("verify", links, max_pending),
+                _values(memory),
+                limits_of(memory_limit),
+                full_grid,
             )
         )
     )
@@ -140,7 +144,9 @@ def live_bytes(
     return list(
         checked(
             lambda: schedule.native.live_bytes(
-                rank, memory.values(), links, max_pending
+                whole("live_bytes", rank, "rank"),
+                memory.values(),
+                *_links("live_bytes", links, max_pending),
             )
         )
     )
@@ -222,7 +228,7 @@ def simulate(
         33.0
     """
     lowered = schedule.lower()
-    arguments = (_values(costs), links, max_pending)
+    arguments = (_values(costs), *_links("simulate", links, max_pending))
     found = checked(lambda: lowered.native.simulate(*arguments, False))
     makespan, busy, idle, own_idle, peak_bytes, lower_bound, _ = found
     return Simulation(
@@ -232,3 +238,7 @@ def simulate(
 
 def _values(costs: Costs | None) -> dict[str, list[float]]:
     return {} if costs is None else costs.values()
+
+
+def _links(op: str, links: str, max_pending: int) -> tuple[str, int]:
+    return words(op, links, "links"), whole(op, max_pending, "max_pending")

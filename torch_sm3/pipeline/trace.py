@@ -141,6 +141,23 @@ def load_trace(path: str | Path) -> Costs:
 
     Raises:
         ValueError: if the file is no such trace.
+
+    Example::
+
+        >>> import tempfile
+        >>> from torch_sm3.pipeline.trace import load_trace
+        >>> import torch
+        >>> from torch_sm3.pipeline import PipelineRunner, Stage, plan
+        >>> runner = PipelineRunner(
+        ...     [Stage(torch.nn.Linear(4, 1), 0)], plan("none", 1, 2),
+        ...     loss_fn=torch.nn.functional.mse_loss, trace=True)
+        >>> result = runner.step(torch.randn(6, 4), target=torch.randn(6, 1))
+        >>> with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        ...     runner.save_trace(file.name)
+        ...     schedule = plan("1f1b", 4, 8, costs=load_trace(file.name))
+        >>> schedule.ranks
+        4
+        >>> runner.close()
     """
     return Trace.load(path).costs()
 

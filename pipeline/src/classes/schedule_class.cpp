@@ -135,6 +135,7 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
       .def("verify", &PipelineSchedule::verify)
       .def("live_bytes", &PipelineSchedule::live_bytes)
       .def("simulate", &PipelineSchedule::simulate)
+      .def("complete", &PipelineSchedule::complete)
       .def("lower", &PipelineSchedule::lower)
       .def("text", &PipelineSchedule::text)
       .def("kind", &PipelineSchedule::kind)

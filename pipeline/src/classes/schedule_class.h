@@ -87,6 +87,10 @@ class PipelineSchedule : public torch::CustomClassHolder {
     return schedule_;
   }
 
+  /// See Schedule::complete.
+  bool complete() const {
+    return schedule_.complete();
+  }
   c10::intrusive_ptr<PipelineSchedule> lower() const;
   /// The schedule with other routes and ties.
   ///

@@ -106,10 +106,9 @@ void refuse_kind(const std::string& name) {
       known.begin(), known.end(), [&](const auto& a, const auto& b) {
         return distance(name, a) < distance(name, b);
       });
-  refuse_plan(
-      "kind in {" + all + "}",
-      "'" + name + "', perhaps for '" + nearest + "'",
-      "kind");
+  throw std::invalid_argument(
+      "plan: expected kind in {" + all + "}, but got '" + name +
+      "' (argument 'kind'), perhaps for '" + nearest + "'");
 }
 
 Sizes check_sizes(const PlanOptions& options, ChunkRule rule) {

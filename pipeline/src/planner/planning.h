@@ -54,7 +54,7 @@ Sizes check_sizes(const PlanOptions& options, ChunkRule rule);
 // Everything but the sizes and the costs.
 void check_options(const PlanOptions& options, int64_t stages);
 
-// planner_limits.cpp: whether a schedule must be looked at as a whole, and the
+// limits.cpp: whether a schedule must be looked at as a whole, and the
 // look: what cannot run or does not fit becomes a ScheduleError, or is changed
 // until it fits.
 bool needs_whole(const PlanOptions& options);
@@ -63,7 +63,7 @@ Schedule settle(const PlanOptions& options, Schedule schedule);
 // A number that reads back as it was, without a fraction if it is whole.
 std::string short_number(double value);
 
-// planner_1f1b.cpp: none, gpipe, 1f1b. `warmups` of the ranks of the range.
+// 1f1b.cpp: none, gpipe, 1f1b. `warmups` of the ranks of the range.
 Rows alternating_rows(
     const Sizes& sizes,
     RankRange range,
@@ -74,15 +74,15 @@ uint64_t warmup_rounds(const PlanOptions& options);
 // Forwards of each rank before its first backward.
 std::vector<uint32_t> warmups_1f1b(const PlanOptions& options, RankRange range);
 
-// planner_interleaved.cpp
+// interleaved.cpp
 uint32_t automatic_group(uint32_t ranks, uint32_t microbatches);
 Rows interleaved_rows(const Sizes& sizes, RankRange range, uint32_t group);
 Rows looped_rows(const Sizes& sizes, RankRange range, bool backwards);
 
-// planner_zero_bubble.cpp: zb_h1, zb_h2.
+// zero_bubble.cpp: zb_h1, zb_h2.
 Rows zero_bubble_rows(const Sizes& sizes, RankRange range, bool long_warmup);
 
-// planner_v.cpp: zbv, v_half, v_min.
+// v_placement.cpp: zbv, v_half, v_min.
 enum class VKind : uint8_t { kZeroBubble, kHalf, kMin };
 // What a rank may hold beyond its kind: of both chunks, and of the first. For
 // the search; the kinds themselves have none.
@@ -92,7 +92,7 @@ struct VRoom {
 };
 Rows v_rows(const Sizes& sizes, RankRange range, VKind kind, VRoom more = {});
 
-// planner_dualpipe.cpp
+// dualpipe.cpp
 Rows dualpipe_rows(const Sizes& sizes, RankRange range);
 
 } // namespace torch_sm3::pipeline

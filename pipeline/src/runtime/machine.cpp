@@ -44,6 +44,7 @@ void Machine::forget() {
   results_.clear();
   graphs_.clear();
   beside_.reset();
+  aside_ = 0;
   forget_watched();
 }
 
@@ -82,9 +83,8 @@ void Machine::fail(const std::string& error_type, const std::string& message) {
       at_ < program_->row().size(),
       "PipelineRunner: expected an action that failed, but all are done");
   asked_ = false;
-  const size_t at = at_ + (beside_ && beside_->running ? 1 : 0);
-  const auto index = static_cast<int64_t>(at);
-  const Action now = program_->row()[at];
+  const auto index = static_cast<int64_t>(current());
+  const Action now = action();
   if (now.op >= Op::kReduceGrad) {
     finish(); // no communication of ours belongs to it
   }
@@ -117,10 +117,8 @@ void Machine::abandon(Failure why) {
 // Goes on to the next action.
 void Machine::finish() {
   watch_end();
-  ++at_;
-  if (beside_) {
-    finish_pair();
-  }
+  at_ += beside_ ? 2 : 1;
+  beside_.reset();
 }
 
 Header Machine::header(const Way& way, uint32_t microbatch) const {

@@ -28,9 +28,7 @@ struct Request {
     kUser = 1, // user code of the action is due
     kDone = 2,
     kLost = 3, // the links are lost: see Transport::failure
-    // As kUser, of the forward of a pair that is one call: `overlap` runs the
-    // backward beside it.
-    kPair = 4,
+    kPair = 4, // as kUser, and the backward beside the forward: `overlap`
   };
   Kind kind = Kind::kDone;
   size_t index = 0; // of the action in the row
@@ -159,30 +157,36 @@ class Machine {
   // The backward beside the forward at hand.
   struct Beside {
     std::vector<Incoming> incoming;
-    bool running = false; // or it threw
+    bool begun = false;
     bool done = false;
   };
 
   static Key key(const Way& way, uint32_t microbatch) {
     return {way.channel, way.source, way.target, microbatch};
   }
+  // The action at hand.
+  size_t current() const {
+    return at_ + aside_;
+  }
   Action action() const {
-    return program_->row()[at_];
+    return program_->row()[current()];
   }
   Header header(const Way& way, uint32_t microbatch) const;
   void announce();
   void forget();
-  bool is_pair() const;
-  void finish_pair();
   Cell cell() const {
     return {action().stage, action().microbatch};
   }
+  bool is_pair() const;
   void finish();
 
   // What traces and profilers see; nothing is done without one.
   void watch_begin();
   void watch_ready(const std::vector<Incoming>& incoming);
   void watch_end();
+  void watch_stop();
+  void watch_aside();
+  void watch_again();
   void watch_asked(const Way& way);
   void watch_arrived(const Way& way, const std::vector<at::Tensor>& tensors);
   void watch_made(const Way& way, const std::vector<at::Tensor>& tensors);
@@ -198,7 +202,6 @@ class Machine {
   Progress forward(double seconds);
   Progress pair(double seconds);
   Progress backward(double seconds);
-  const std::vector<Way>& gradients_in() const;
   void run_backward(const std::vector<Incoming>& incoming);
   Progress send(double seconds);
   Progress send_poison(double seconds);
@@ -208,6 +211,7 @@ class Machine {
       const std::vector<Way>& ways,
       double seconds,
       std::vector<Incoming>* values);
+  void take(const std::vector<Way>& ways, std::vector<Incoming>* values);
   Progress await(const std::vector<Way>& ways, double seconds);
   Incoming take_local(const Way& way);
   std::optional<Message> take_message(const Way& way);
@@ -233,6 +237,7 @@ class Machine {
   std::optional<at::RecordFunction> span_; // of the action at hand
   std::vector<double> weights_;
   size_t at_ = 0;
+  size_t aside_ = 0; // 1 while the backward beside a forward is at hand
   bool asked_ = false;
   std::vector<Packed> request_;
   std::optional<std::pair<Failure, int64_t>> failure_;

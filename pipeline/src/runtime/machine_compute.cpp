@@ -39,6 +39,14 @@ Machine::Progress Machine::collect(
       progress != Progress::kNext) {
     return progress;
   }
+  take(ways, values);
+  return failed() ? Progress::kAgain : Progress::kNext;
+}
+
+// Takes all that came, up to the first poison.
+void Machine::take(
+    const std::vector<Way>& ways,
+    std::vector<Incoming>* values) {
   for (const Way& way : ways) {
     if (way.local && !failed()) {
       values->push_back(take_local(way));
@@ -54,7 +62,6 @@ Machine::Progress Machine::collect(
       }
     }
   }
-  return failed() ? Progress::kAgain : Progress::kNext;
 }
 
 Machine::Progress Machine::forward(double seconds) {
@@ -66,6 +73,61 @@ Machine::Progress Machine::forward(double seconds) {
     enter(std::move(incoming));
   }
   return progress == Progress::kNext ? Progress::kAsk : progress;
+}
+
+// Whether the forward at hand and the backward beside it are to be one call. No
+// schedule that can run pairs a backward with a forward that it needs.
+bool Machine::is_pair() const {
+  const auto& row = program_->row();
+  return (action().flags & kPaired) != 0 && at_ + 1 < row.size() &&
+         fused_.count(action().stage) > 0 &&
+         gives_input_gradient(row[at_ + 1].op);
+}
+
+// As `forward`, once what the backward beside it needs is here as well.
+Machine::Progress Machine::pair(double seconds) {
+  static const std::vector<Way> none;
+  const uint16_t stage = program_->row()[at_ + 1].stage;
+  const auto& ways =
+      program_->is_last(stage) ? none : program_->ways(stage).gradients_in;
+  aside_ = 1;
+  Progress progress = await(ways, seconds);
+  aside_ = 0;
+  std::vector<Incoming> incoming;
+  if (progress == Progress::kNext) {
+    progress =
+        collect(program_->ways(action().stage).values_in, seconds, &incoming);
+  }
+  if (progress != Progress::kNext) {
+    return progress;
+  }
+  Beside beside;
+  aside_ = 1;
+  take(ways, &beside.incoming);
+  aside_ = 0;
+  if (failed()) {
+    return Progress::kAgain;
+  }
+  watch_ready(incoming);
+  enter(std::move(incoming));
+  beside_ = std::move(beside);
+  return Progress::kAsk;
+}
+
+void Machine::overlap() {
+  TORCH_CHECK(
+      beside_ && !beside_->begun,
+      "PipelineRunner: expected one call of backward in a stage that runs a "
+      "forward beside it, but got another");
+  beside_->begun = true;
+  watch_aside();
+  aside_ = 1; // and stays so if the backward throws: `fail` tells which it was
+  watch_ready(beside_->incoming);
+  run_backward(beside_->incoming);
+  watch_stop();
+  aside_ = 0;
+  watch_again();
+  beside_->done = true;
 }
 
 // Prepares what came in as the values of the request.
@@ -193,26 +255,24 @@ std::vector<at::Tensor> Machine::output_gradients(
   return gradients;
 }
 
-// Where the gradients of the stage's outputs come from.
-const std::vector<Way>& Machine::gradients_in() const {
-  static const std::vector<Way> none;
-  const uint16_t stage = action().stage;
-  return program_->is_last(stage) ? none : program_->ways(stage).gradients_in;
-}
-
 Machine::Progress Machine::backward(double seconds) {
+  const Action now = action();
   std::vector<Incoming> incoming;
-  const Progress progress = collect(gradients_in(), seconds, &incoming);
-  if (progress == Progress::kNext) {
-    watch_ready(incoming);
-    run_backward(incoming);
+  const Progress progress =
+      program_->is_last(now.stage)
+          ? Progress::kNext
+          : collect(program_->ways(now.stage).gradients_in, seconds, &incoming);
+  if (progress != Progress::kNext) {
+    return progress;
   }
-  return progress;
+  watch_ready(incoming);
+  run_backward(incoming);
+  return Progress::kNext;
 }
 
 void Machine::run_backward(const std::vector<Incoming>& incoming) {
   const Action now = action();
-  const auto found = graphs_.find({now.stage, now.microbatch});
+  const auto found = graphs_.find(cell());
   TORCH_INTERNAL_ASSERT(found != graphs_.end(), "a backward before its F");
   Graph& graph = found->second;
   const std::vector<at::Tensor> gradients = output_gradients(incoming, graph);

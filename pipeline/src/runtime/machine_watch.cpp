@@ -43,8 +43,8 @@ void Machine::watch_begin() {
       span_->before(std::string_view(name));
     }
   }
-  if (ledger_ && stamps_[at_].begin == 0) {
-    stamps_[at_].begin = now_ns();
+  if (ledger_ && stamps_[current()].begin == 0) {
+    stamps_[current()].begin = now_ns();
   }
 }
 
@@ -53,7 +53,7 @@ void Machine::watch_ready(const std::vector<Incoming>& incoming) {
   if (!ledger_) {
     return;
   }
-  Stamp& stamp = stamps_[at_];
+  Stamp& stamp = stamps_[current()];
   if (action().op != Op::kForward) {
     const Ledger::Kept kept = ledger_->kept(cell());
     stamp.kept = kept.bytes;
@@ -70,14 +70,18 @@ void Machine::watch_ready(const std::vector<Incoming>& incoming) {
 
 void Machine::watch_end() {
   span_.reset();
+  watch_stop();
+}
+
+void Machine::watch_stop() {
   if (!ledger_) {
     return;
   }
-  Stamp& stamp = stamps_[at_];
+  Stamp& stamp = stamps_[current()];
   stamp.end = now_ns();
   stamp.ready = stamp.ready == 0 ? stamp.begin : stamp.ready;
   if (ledger_->is_open()) {
-    stamp.peak = ledger_->close();
+    stamp.peak = std::max(stamp.peak, ledger_->close());
     const Op op = action().op;
     if (op == Op::kBackward || op == Op::kBackwardWeight || !training_) {
       ledger_->settle(cell());
@@ -88,9 +92,24 @@ void Machine::watch_end() {
   stamp.pending = transport_ == nullptr ? 0 : transport_->pending();
 }
 
+// A forward lets the backward beside it run, which is in its call and in its
+// span.
+void Machine::watch_aside() {
+  if (ledger_) {
+    stamps_[at_].peak = ledger_->close();
+    stamps_[at_ + 1].begin = now_ns();
+  }
+}
+
+void Machine::watch_again() {
+  if (ledger_) {
+    ledger_->open(cell(), {});
+  }
+}
+
 void Machine::watch_asked(const Way& way) {
   if (ledger_) {
-    asked_at_[key(way, action().microbatch)] = at_;
+    asked_at_[key(way, action().microbatch)] = current();
   }
 }
 
@@ -109,7 +128,7 @@ void Machine::watch_arrived(
   if (asked == asked_at_.end()) {
     return;
   }
-  for (size_t index = asked->second; index < at_; ++index) {
+  for (size_t index = asked->second; index < current(); ++index) {
     stamps_[index].live += bytes;
     stamps_[index].peak += bytes;
   }
@@ -122,7 +141,7 @@ void Machine::watch_made(
   if (ledger_) {
     const Key message = key(way, action().microbatch);
     ledger_->made(message, cell(), tensors);
-    stamps_[at_].made += ledger_->bytes_of(message);
+    stamps_[current()].made += ledger_->bytes_of(message);
   }
 }
 
@@ -137,6 +156,10 @@ void Machine::watch_loss(const std::vector<Packed>& answer) {
       ledger_->drop(cell(), tensor);
     }
   }
+  const auto graph = graphs_.find(cell());
+  if (graph != graphs_.end() && graph->second.seed.defined()) {
+    ledger_->drop(cell(), graph->second.seed);
+  }
 }
 
 void Machine::watch_used(const Way& way) {
@@ -148,7 +171,7 @@ void Machine::watch_used(const Way& way) {
 void Machine::watch_sent(const Way& way) {
   if (ledger_) {
     const Key message = key(way, action().microbatch);
-    stamps_[at_].made = ledger_->bytes_of(message);
+    stamps_[current()].made = ledger_->bytes_of(message);
     ledger_->sent(message, way.peer);
   }
 }

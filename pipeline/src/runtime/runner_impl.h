@@ -55,7 +55,8 @@ class PipelineRunner::Impl {
   // runtime.cpp
   void connect(const Agreement& known);
   std::vector<Stage> reduction_order() const;
-  Machine make_machine(Schedule schedule, uint32_t user_ops) const;
+  std::unique_ptr<Machine>
+  make_machine(Schedule schedule, uint32_t user_ops) const;
   int64_t first_stage() const;
   const Stage& stage(uint16_t index) const;
   template <class Result>

@@ -75,7 +75,7 @@ PipelineRunner::Impl::Impl(
   try {
     const Agreement known =
         agree(transport_.get(), rank_, ranks_, schedule, stages_, options_);
-    step_ = std::make_unique<Machine>(make_machine(known.schedule, kUserOps));
+    step_ = make_machine(known.schedule, kUserOps);
     connect(known);
   } catch (const LinksLost&) {
     give_up();
@@ -91,9 +91,9 @@ PipelineRunner::Impl::make_machine(Schedule schedule, uint32_t user_ops) const {
       user_ops);
   for (const Stage& stage : stages_) {
     const auto index = static_cast<uint16_t>(stage.index());
-    machine.set_split(index, stage.split());
+    machine->set_split(index, stage.split());
     if (stage.has_overlap()) {
-      machine.set_fused(index);
+      machine->set_fused(index);
     }
   }
   return machine;

@@ -94,8 +94,8 @@ Machine& PipelineRunner::Impl::machine_of(const Given& given) {
   }
   auto& machine = evals_[count];
   if (!machine) {
-    machine = std::make_unique<Machine>(make_machine(
-        forward_of(schedule, static_cast<uint32_t>(count)), /*user_ops=*/0));
+    machine = make_machine(
+        forward_of(schedule, static_cast<uint32_t>(count)), /*user_ops=*/0);
   }
   return *machine;
 }

@@ -1,19 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where the messages and collectives of a compute-only schedule go.
+#include <schedule/arrivals.h>
 #include <schedule/inventory.h>
 #include <schedule/timing.h>
 
 #include <limits>
-#include <tuple>
+#include <utility>
 
 namespace torch_sm3::pipeline {
 namespace {
-
-// A RECV and when its message leaves the sender.
-struct Arrival {
-  uint32_t sent = 0;
-  Action action;
-};
 
 // A TIE_REDUCE of one rank and when the last member can enter it.
 struct Reduction {
@@ -25,7 +20,10 @@ struct Reduction {
 class Lowering {
  public:
   Lowering(const Schedule& schedule, const Inventory& held)
-      : schedule_(schedule), held_(held), timing_(schedule) {
+      : schedule_(schedule),
+        held_(held),
+        timing_(schedule),
+        arrivals_(schedule, timing_) {
     weights_left_.resize(schedule.stages);
     ties_left_.resize(schedule.stages);
     for (size_t stage = 0; stage < schedule.stages; ++stage) {
@@ -54,7 +52,7 @@ class Lowering {
         std::vector<std::vector<Action>>(schedule_.ranks)};
     for (uint32_t rank = 0; rank < schedule_.ranks; ++rank) {
       if (!held_.messages) {
-        collect_arrivals(rank);
+        arrivals_.collect(rank);
       }
       place(rank);
       out.rows[rank].assign(row_.begin(), row_.end());
@@ -85,90 +83,10 @@ class Lowering {
     }
   }
 
-  void collect_arrivals(uint32_t rank) {
-    forward_.clear();
-    backward_.clear();
-    for (const Action action : schedule_.rows[rank]) {
-      if (action.op == Op::kForward) {
-        collect_inputs(action);
-      } else if (gives_input_gradient(action.op)) {
-        collect_gradients(action);
-      }
-    }
-    sort(&forward_);
-    sort(&backward_);
-  }
-
-  void collect_inputs(Action action) {
-    action.op = Op::kRecvForward;
-    action.flags = 0;
-    if (action.stage > 0) {
-      expect(
-          timing_.output(action.stage - 1u, action.microbatch),
-          action.stage - 1u,
-          action,
-          &forward_);
-    }
-    for (const uint8_t route : timing_.routes_to(action.stage)) {
-      const size_t source = schedule_.routes[route].source;
-      action.flags = static_cast<uint8_t>(route + 1);
-      expect(
-          timing_.output(source, action.microbatch), source, action, &forward_);
-    }
-  }
-
-  void collect_gradients(Action action) {
-    action.op = Op::kRecvBackward;
-    action.flags = 0;
-    if (action.stage + 1u < schedule_.stages) {
-      expect(
-          timing_.gradient(action.stage + 1u, action.microbatch),
-          action.stage + 1u,
-          action,
-          &backward_);
-    }
-    for (const uint8_t route : timing_.routes_from(action.stage)) {
-      const size_t target = schedule_.routes[route].target;
-      action.flags = static_cast<uint8_t>(route + 1);
-      expect(
-          timing_.gradient(target, action.microbatch),
-          target,
-          action,
-          &backward_);
-    }
-  }
-
-  void expect(
-      uint32_t sent,
-      size_t from,
-      Action action,
-      std::vector<Arrival>* arrivals) const {
-    if (sent != Timing::kAbsent && crosses(from, action.stage)) {
-      arrivals->push_back({sent, action});
-    }
-  }
-
-  // A rank's cells end at different times, and what one cell sends is told
-  // apart by the route, so this is the order of sending on each link. Rows in
-  // microbatch order have it already.
-  static void sort(std::vector<Arrival>* arrivals) {
-    const auto before = [](const Arrival& a, const Arrival& b) {
-      const auto key = [](const Arrival& x) {
-        return std::tuple(
-            x.sent, x.action.flags, x.action.stage, x.action.microbatch);
-      };
-      return key(a) < key(b);
-    };
-    if (!std::is_sorted(arrivals->begin(), arrivals->end(), before)) {
-      std::sort(arrivals->begin(), arrivals->end(), before);
-    }
-  }
-
   void place(uint32_t rank) {
     row_.clear();
     sends_.clear();
     released_.clear();
-    next_forward_ = next_backward_ = 0;
     next_reduction_ = 0;
     const auto& row = schedule_.rows[rank];
     for (size_t i = 0; i < row.size();) {
@@ -192,7 +110,7 @@ class Lowering {
 
   // What stands between two cells, of which the second starts at `start`.
   void fill_gap(uint32_t rank, uint32_t start, bool last) {
-    place_arrivals(start);
+    arrivals_.place(start, &row_);
     row_.insert(row_.end(), sends_.begin(), sends_.end());
     sends_.clear();
     for (const uint16_t stage : released_) {
@@ -209,24 +127,6 @@ class Lowering {
         row_.push_back({Op::kReduceGrad, 0, stage, 0});
       }
       released_.clear();
-    }
-  }
-
-  void place_arrivals(uint32_t start) {
-    const auto due = [&](const std::vector<Arrival>& arrivals, size_t next) {
-      return next < arrivals.size() && arrivals[next].sent <= start;
-    };
-    while (true) {
-      const bool forward = due(forward_, next_forward_);
-      const bool backward = due(backward_, next_backward_);
-      if (forward && (!backward || forward_[next_forward_].sent <=
-                                       backward_[next_backward_].sent)) {
-        row_.push_back(forward_[next_forward_++].action);
-      } else if (backward) {
-        row_.push_back(backward_[next_backward_++].action);
-      } else {
-        return;
-      }
     }
   }
 
@@ -297,14 +197,11 @@ class Lowering {
   const Schedule& schedule_;
   const Inventory& held_;
   const Timing timing_;
+  Arrivals arrivals_;
   std::vector<uint32_t> weights_left_;
   std::vector<uint32_t> ties_left_;
   std::vector<std::vector<Reduction>> reductions_;
   // Of the rank that is placed; kept to spare allocations.
-  std::vector<Arrival> forward_;
-  std::vector<Arrival> backward_;
-  size_t next_forward_ = 0;
-  size_t next_backward_ = 0;
   size_t next_reduction_ = 0;
   std::vector<Action> sends_;
   std::vector<uint16_t> released_;
@@ -313,11 +210,13 @@ class Lowering {
 
 } // namespace
 
-Schedule Schedule::lower() const {
-  const Inventory held(*this);
+bool Schedule::complete() const {
   // What is only computation is run on paper even if nothing has to be added.
-  return lowered() && held.complete(*this) ? *this
-                                           : Lowering(*this, held).run();
+  return lowered() && Inventory(*this).complete(*this);
+}
+
+Schedule Schedule::lower() const {
+  return complete() ? *this : Lowering(*this, Inventory(*this)).run();
 }
 
 } // namespace torch_sm3::pipeline

@@ -106,11 +106,13 @@ void Timing::run(uint32_t rank) {
         return;
       }
     }
+    uint32_t clock = start;
     for (size_t i = first; i < end; ++i) {
-      finish(row[i], start + 1);
+      clock += units(row[i].op);
+      finish(row[i], clock);
       starts.push_back(start);
     }
-    clocks_[rank] = start + 1;
+    clocks_[rank] = clock;
   }
 }
 

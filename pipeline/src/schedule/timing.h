@@ -7,10 +7,26 @@
 #include <vector>
 
 /// \file
-/// When the cells of a schedule run if each takes one unit of time and messages
-/// take none. Flat arrays only: schedules have tens of millions of actions.
+/// When the cells of a schedule run on paper, where messages take no time. What
+/// the F of a pair makes is there before the other half runs. Flat arrays only:
+/// schedules have tens of millions of actions.
 
 namespace torch_sm3::pipeline {
+
+/// Time of an action on paper.
+///
+/// With B as long as F, RECVs of interleaved plans whose groups are longer than
+/// p come so late that a sender with one pending send waits for them: at p = 8
+/// up to 2 % of a step if B takes 2 F, 12 % if it takes 5 F. Three is the least
+/// with which nobody waits in the plans for p in {2, 3, 4, 5, 8} from B = F / 5
+/// to 5 F; their peaks are the same or lower. Links that take long can still
+/// make such a sender wait, up to 7 % of a step at a latency of F; two pending
+/// sends, the runner's default, help.
+///
+/// \param op its operation
+constexpr uint32_t units(Op op) {
+  return op == Op::kBackward ? 3 : 1;
+}
 
 class Timing {
  public:

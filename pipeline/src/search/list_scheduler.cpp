@@ -27,6 +27,7 @@ class ListScheduler {
         stages_(shape.stages),
         own_(shape.ranks),
         clocks_(shape.ranks),
+        looks_(shape.ranks, kNever),
         held_(shape.ranks),
         rows_(shape.ranks) {
     for (uint32_t s = 0; s < shape.stages; ++s) {
@@ -41,7 +42,7 @@ class ListScheduler {
     for (const std::vector<uint32_t>& own : own_) {
       double later = 0;
       for (size_t k = own.size(); k-- > 0;) {
-        stages_[own[k]].kept_free = later;
+        stages_[own[k]].kept_free = policy.order.empty() ? later : 0;
         later += policy.weights[own[k]];
       }
       if (policy.shares) {
@@ -53,7 +54,7 @@ class ListScheduler {
   std::vector<std::vector<Action>> run() {
     for (uint32_t rank = 0; rank < shape_.ranks; ++rank) {
       rows_[rank].reserve(size_t{3} * own_[rank].size() * m_);
-      events_.emplace(0, rank);
+      look_at(rank, 0);
     }
     uint64_t left = uint64_t{3} * shape_.stages * m_;
     while (left > 0) {
@@ -62,8 +63,11 @@ class ListScheduler {
       }
       const auto [now, rank] = events_.top();
       events_.pop();
-      // A rank that was busy in between has an event of its own at its end.
-      if (now >= clocks_[rank] && step(rank, now)) {
+      if (now != looks_[rank]) {
+        continue; // it was looked at before
+      }
+      looks_[rank] = kNever;
+      if (step(rank, now)) {
         --left;
       }
     }
@@ -133,6 +137,51 @@ class ListScheduler {
            after <= policy_.budgets[stage.rank] * (1 + 1e-12);
   }
 
+  // The place of the next action of a stage in the plan that is followed.
+  uint32_t place(size_t part, uint32_t s, uint32_t microbatch) const {
+    return policy_.order[(part * shape_.stages + s) * m_ + microbatch];
+  }
+
+  // Of what is ready, the action that is first in the plan that is followed.
+  bool follow(uint32_t rank, double now, double* next) {
+    uint32_t first = ~0u;
+    Op op = Op::kIdle;
+    uint32_t of = 0;
+    const auto offer = [&](Op what, size_t part, uint32_t s, uint32_t i) {
+      const uint32_t at = place(part, s, i);
+      if (at < first) {
+        first = at;
+        op = what;
+        of = s;
+      }
+    };
+    const auto ready = [&](double at) {
+      *next = at > now ? std::min(*next, at) : *next;
+      return at <= now;
+    };
+    uint32_t forward = ~0u;
+    for (const uint32_t s : own_[rank]) {
+      const Stage& stage = stages_[s];
+      if (stage.forwards < m_ &&
+          (forward == ~0u ||
+           place(0, s, stage.forwards) <
+               place(0, forward, stages_[forward].forwards))) {
+        forward = s;
+      }
+      if (ready(input_at(stage))) {
+        offer(Op::kBackwardInput, 1, s, stage.inputs);
+      }
+      if (stage.weights < stage.inputs) {
+        offer(Op::kBackwardWeight, 2, s, stage.weights);
+      }
+    }
+    if (forward != ~0u && has_room(forward) &&
+        ready(forward_at(stages_[forward]))) {
+      offer(Op::kForward, 0, forward, stages_[forward].forwards);
+    }
+    return op != Op::kIdle && act(op, of, now);
+  }
+
   // Takes the best action that is ready; else comes back when the next will be.
   bool step(uint32_t rank, double now) {
     const std::vector<uint32_t>& own = own_[rank];
@@ -157,12 +206,15 @@ class ListScheduler {
       }
       return false;
     };
-    if ((policy_.forwards_first && forward(1)) || input() || forward(0) ||
-        weight(own, now)) {
+    const bool acted = !policy_.order.empty()
+                           ? follow(rank, now, &next)
+                           : (policy_.forwards_first && forward(1)) ||
+                                 input() || forward(0) || weight(own, now);
+    if (acted) {
       return true;
     }
     if (next < kNever) {
-      events_.emplace(next, rank);
+      look_at(rank, next);
     }
     return false;
   }
@@ -212,13 +264,23 @@ class ListScheduler {
     }
     rows_[stage.rank].push_back({op, 0, static_cast<uint16_t>(s), i});
     clocks_[stage.rank] = end;
-    events_.emplace(end, stage.rank);
+    look_at(stage.rank, end);
     return true;
+  }
+
+  // A rank is looked at when it is free and the first thing it may wait for is
+  // there; what comes before that brings no event of its own.
+  void look_at(uint32_t rank, double time) {
+    time = std::max(time, clocks_[rank]);
+    if (time < looks_[rank]) {
+      looks_[rank] = time;
+      events_.emplace(time, rank);
+    }
   }
 
   void arrive(double* when, uint32_t s, double time) {
     *when = time;
-    events_.emplace(time, stages_[s].rank);
+    look_at(stages_[s].rank, time);
   }
 
   double speed(uint32_t rank) const {
@@ -232,6 +294,7 @@ class ListScheduler {
   std::vector<Stage> stages_;
   std::vector<std::vector<uint32_t>> own_; // stages of each rank, ascending
   std::vector<double> clocks_;
+  std::vector<double> looks_; // when each rank is looked at next
   std::vector<double> held_;
   std::vector<std::vector<Action>> rows_;
   using Event = std::pair<double, uint32_t>;

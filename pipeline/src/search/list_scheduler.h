@@ -20,6 +20,9 @@ struct ListPolicy {
   /// Whether each chunk gets a share of its rank's budget by how long its
   /// activations live, instead of all but one for each later chunk.
   bool shares = false;
+  /// Place of each F, then I, then W in the rows of another plan, by stage and
+  /// microbatch; empty if there is none to follow.
+  std::vector<uint32_t> order;
 };
 
 /// Schedules F, I and W of a pipeline: a rank that becomes free takes what is
@@ -27,6 +30,10 @@ struct ListPolicy {
 /// ones, and weight gradients when there is nothing else or no room. A chunk
 /// leaves room for one activation of each later chunk of its rank, so that the
 /// oldest microbatch always comes through.
+///
+/// With an order to follow, a rank takes of what is ready what comes first
+/// there, its forwards in that order only; so whatever the plan's own budgets
+/// are, the action that is earliest in the plan can always run.
 ///
 /// \param shape  stages, placement, routes and microbatches; its rows are
 /// unused

@@ -12,10 +12,35 @@
 namespace torch_sm3::pipeline {
 namespace {
 
+constexpr const char* kReordered = " reordered";
+
 std::string rounded(double value) {
   std::array<char, 32> buffer{};
   std::snprintf(buffer.data(), buffer.size(), "%.4g", value);
   return buffer.data();
+}
+
+// Places of the actions of a plan, for ListPolicy::order; B is I and W.
+std::vector<uint32_t> order_of(const Schedule& schedule) {
+  const size_t part = size_t{schedule.stages} * schedule.microbatches;
+  std::vector<uint32_t> order(3 * part);
+  for (const auto& row : schedule.rows) {
+    for (uint32_t at = 0; at < row.size(); ++at) {
+      const Action action = row[at];
+      const size_t piece =
+          size_t{action.stage} * schedule.microbatches + action.microbatch;
+      if (action.op == Op::kForward) {
+        order[piece] = at;
+      }
+      if (gives_input_gradient(action.op)) {
+        order[part + piece] = at;
+      }
+      if (gives_weight_gradient(action.op)) {
+        order[2 * part + piece] = at;
+      }
+    }
+  }
+  return order;
 }
 
 // Lists of one placement under many budgets.
@@ -95,12 +120,32 @@ class Lists {
     }
   }
 
+  // What a plan does, within what it holds itself.
+  void follow(const Schedule& plan) {
+    policy_.order = order_of(plan);
+    policy_.budgets.assign(shape_.ranks, 0);
+    for (uint32_t rank = 0; rank < shape_.ranks; ++rank) {
+      double held = 0;
+      for (const Action action : plan.rows[rank]) {
+        const double weight = policy_.weights[action.stage];
+        const StageCosts& of = costs_.of(action.stage);
+        const double part =
+            of.activation_bytes > 0
+                ? std::max(0.0, of.released_at_input) / of.activation_bytes
+                : 0;
+        held += action.op == Op::kForward         ? weight
+                : action.op == Op::kBackward      ? -weight
+                : action.op == Op::kBackwardInput ? -weight * part
+                                                  : -weight * (1 - part);
+        policy_.budgets[rank] = std::max(policy_.budgets[rank], held);
+      }
+    }
+    measure(kReordered);
+  }
+
  private:
-  // Fewer where a plan is long: the search stays within seconds.
   uint32_t budgets() const {
-    constexpr double kActions = 1e6;
-    const double each = 3.0 * shape_.stages * shape_.microbatches;
-    return static_cast<uint32_t>(std::clamp(kActions / each, 2.0, 12.0));
+    return trials_within(shape_.stages, shape_.microbatches, 2, 12);
   }
 
   void for_factor(double factor) {
@@ -150,6 +195,22 @@ void try_lists(
           lists.up_to_limits(forwards_first, shares);
         }
       }
+    }
+  }
+}
+
+void reorder_best(Trials* trials) {
+  constexpr int kRounds = 3;
+  for (int round = 0; round < kRounds && trials->best() != nullptr; ++round) {
+    const Choice best = *trials->best();
+    const std::string name = trials->best_plan();
+    if (trials->tried(name + kReordered)) {
+      return;
+    }
+    Lists lists(best.schedule, best.costs, name, trials);
+    lists.follow(best.schedule);
+    if (trials->best_plan() == name) {
+      return;
     }
   }
 }

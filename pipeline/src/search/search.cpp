@@ -45,6 +45,7 @@ class Search {
   Choice run() {
     if (options_.chunks > 0) {
       with_chunks(sizes_.chunks, given_);
+      reorder_best(&trials_);
       return trials_.take();
     }
     for (const uint32_t v : chunk_counts()) {
@@ -60,6 +61,7 @@ class Search {
         trials_.refuse(name, "the decoder would begin within a stage");
       } else {
         with_chunks(v, *costs);
+        reorder_best(&trials_);
       }
     }
     return trials_.take();
@@ -205,12 +207,14 @@ class Search {
   // Between the memory of v_half or v_min and that of zbv.
   void wider_valleys(const Costs& costs) {
     const uint32_t p = sizes_.ranks;
+    const uint32_t widths =
+        trials_within(2 * p, sizes_.microbatches, 1, kMostWidths);
     Schedule schedule = plan(of_kind("zbv", 2, costs));
     schedule.kind = options_.kind;
     for (const auto& [name, kind, least] :
          {std::tuple("v_half", VKind::kHalf, (p + 2) / 2),
           std::tuple("v_min", VKind::kMin, (p + 4) / 3)}) {
-      const uint32_t step = std::max(1u, (p - least) / kMostWidths);
+      const uint32_t step = std::max(1u, (p - least) / widths);
       for (uint32_t more = step; least + more <= p; more += step) {
         for (const uint32_t first : {more, more + 1}) {
           schedule.rows = v_rows(sizes_of(2), {0, p}, kind, {2 * more, first});

@@ -2,7 +2,7 @@
 // Tries plans one after the other and keeps the best that fits.
 #include <search/trials.h>
 
-#include <torch_sm3/pipeline/simulator.h>
+#include <simulator/run.h>
 
 #include <algorithm>
 #include <limits>
@@ -27,6 +27,17 @@ double largest(const std::vector<double>& values) {
 
 } // namespace
 
+uint32_t trials_within(
+    uint32_t stages,
+    uint32_t microbatches,
+    uint32_t least,
+    uint32_t most) {
+  constexpr double kActions = 4e5;
+  const double each = 3.0 * stages * microbatches;
+  return static_cast<uint32_t>(
+      std::clamp<double>(kActions / each, least, most));
+}
+
 Trials::Trials(const PlanOptions& options) : options_(options) {}
 
 double Trials::limit(size_t rank) const {
@@ -45,6 +56,13 @@ std::vector<double> Trials::over(const std::vector<double>& peaks) const {
   return over;
 }
 
+bool Trials::tried(const std::string& plan) const {
+  return std::any_of(
+      candidates_.begin(), candidates_.end(), [&](const Candidate& candidate) {
+        return candidate.plan == plan;
+      });
+}
+
 void Trials::refuse(std::string plan, std::string why) {
   Candidate& candidate = candidates_.emplace_back();
   candidate.plan = std::move(plan);
@@ -57,7 +75,8 @@ Trials::measure(std::string plan, Schedule schedule, const Costs& costs) {
   candidate.plan = std::move(plan);
   Simulation run;
   try {
-    run = simulate(schedule, costs);
+    const Schedule lowered = schedule.lower();
+    run = run_program(Program(lowered), costs, {}, false);
   } catch (const ScheduleError& error) {
     const std::string why = error.what();
     candidate.refused = why.substr(0, why.find('\n'));

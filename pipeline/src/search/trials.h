@@ -26,6 +26,16 @@ class Trials {
   std::vector<double> over(const std::vector<double>& peaks) const;
   double limit(size_t rank) const;
 
+  // The best so far, and its name; nothing if none fitted.
+  const Choice* best() const {
+    return best_ ? &choice_ : nullptr;
+  }
+  std::string best_plan() const {
+    return candidates_[*best_].plan;
+  }
+
+  bool tried(const std::string& plan) const;
+
   // The best; throws ScheduleError if nothing fitted.
   Choice take();
 
@@ -42,12 +52,24 @@ class Trials {
   std::string least_plan_;
 };
 
-// search_lists.cpp: tries lists of the greedy scheduler on a placement.
+// How many plans of one kind to try: fewer where they are long, so that the
+// search stays within seconds.
+uint32_t trials_within(
+    uint32_t stages,
+    uint32_t microbatches,
+    uint32_t least,
+    uint32_t most);
+
+// lists.cpp: tries lists of the greedy scheduler on a placement.
 void try_lists(
     const PlanOptions& options,
     Schedule shape,
     const Costs& costs,
     const std::string& name,
     Trials* trials);
+
+// lists.cpp: tries the best plan so far with its actions in the order in which
+// they become ready at these costs, as long as that makes it better.
+void reorder_best(Trials* trials);
 
 } // namespace torch_sm3::pipeline

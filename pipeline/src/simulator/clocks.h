@@ -5,6 +5,7 @@
 #include <verifier/fifo.h>
 #include <verifier/greedy.h>
 
+#include <algorithm>
 #include <vector>
 
 namespace torch_sm3::pipeline {

@@ -2,6 +2,7 @@
 #include <simulator/bound.h>
 #include <simulator/check_costs.h>
 #include <simulator/clocks.h>
+#include <simulator/run.h>
 #include <torch_sm3/pipeline/simulator.h>
 #include <verifier/grid.h>
 #include <verifier/lowered.h>
@@ -23,17 +24,11 @@ void run(const Program& program, LinkModel links, Clocks* clocks) {
 
 } // namespace
 
-Simulation simulate(
-    const Schedule& schedule,
+Simulation run_program(
+    const Program& program,
     const Costs& costs,
     const LinkModel& links,
     bool with_timeline) {
-  check_links("simulate", links);
-  const Lowered lowered(schedule);
-  if (lowered.report()) {
-    lowered.report()->raise_if_invalid();
-  }
-  const Program& program = lowered.program();
   check_costs("simulate", program.schedule(), costs);
   Simulation result;
   {
@@ -50,12 +45,26 @@ Simulation simulate(
     result.lower_bound = lower_bound(program, costs, clocks.ranks());
     result.timeline = clocks.take_timeline();
   }
-  result.peak_bytes.assign(schedule.ranks, 0);
+  const uint32_t ranks = program.schedule().ranks;
+  result.peak_bytes.assign(ranks, 0);
   Memory memory(program, costs, links);
-  for (uint32_t rank = 0; memory.counts() && rank < schedule.ranks; ++rank) {
+  for (uint32_t rank = 0; memory.counts() && rank < ranks; ++rank) {
     result.peak_bytes[rank] = memory.peak(rank).bytes;
   }
   return result;
+}
+
+Simulation simulate(
+    const Schedule& schedule,
+    const Costs& costs,
+    const LinkModel& links,
+    bool with_timeline) {
+  check_links("simulate", links);
+  const Lowered lowered(schedule);
+  if (lowered.report()) {
+    lowered.report()->raise_if_invalid();
+  }
+  return run_program(lowered.program(), costs, links, with_timeline);
 }
 
 } // namespace torch_sm3::pipeline

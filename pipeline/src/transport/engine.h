@@ -27,9 +27,9 @@ inline std::chrono::nanoseconds in_seconds(double value) {
 // The caller's own thread posts and waits wherever it can, because handing a
 // message from thread to thread costs more than a small message takes. Threads
 // exist for what must go on while the caller computes: one listens to the
-// control messages of each control peer, one per link posts the payload of
-// messages that are too large for one transmission, one wakes callers whose
-// wait has lasted long enough, and one posts what a slow link holds back.
+// control messages of each control peer, one per link receives large payloads
+// that nothing foretold, one wakes callers whose wait has lasted long enough,
+// and one posts what a slow link holds back.
 // Threads hold a shared pointer, so one that cannot be stopped never outlives
 // what it uses.
 class Transport::Engine : public std::enable_shared_from_this<Engine> {
@@ -155,11 +155,11 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   // of ours ever does: it is ended from outside, and the connections stay.
   static constexpr std::chrono::milliseconds kForever =
       std::chrono::hours(24 * 3650);
-  // Frames of a link that may arrive before they are asked for: more than a
-  // rank runs ahead of its neighbour in most schedules, and 2 MiB at most.
-  static constexpr size_t kAhead = 32;
-  // How many of them become possible at a time, so that no action pays for all.
-  static constexpr size_t kAtOnce = 4;
+  // Frames of a link that may arrive before they are asked for: 1 MiB at most.
+  static constexpr size_t kAhead = 16;
+  // When fewer than these are left it is time for more, all at once: the sender
+  // hears of each, and to hear of several together disturbs it once.
+  static constexpr size_t kFew = 8;
   // How often waits are looked at. A caller with signals to serve waits in
   // slices of this order.
   static constexpr std::chrono::milliseconds kTick{50};

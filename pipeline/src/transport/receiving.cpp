@@ -81,7 +81,7 @@ at::Tensor Transport::Engine::take_buffer(Incoming& link) {
 // sender even while their receiver computes or waits for something else.
 void Transport::Engine::post_frames(Incoming& link) {
   const size_t most =
-      std::min({link.queue.size(), kAhead, link.posted + kAtOnce});
+      link.posted < kFew ? std::min(link.queue.size(), kAhead) : 0;
   for (; link.posted < most; ++link.posted) {
     Receipt& receipt = *link.queue[link.posted];
     receipt.buffer = take_buffer(link);

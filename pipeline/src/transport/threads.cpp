@@ -115,7 +115,6 @@ void Transport::Engine::run_control(Incoming& link) {
       }
       return;
     }
-    link.layout.clear(); // nobody offers to receive the same again
     link.unasked.push_back(std::move(message));
     match(link);
   }

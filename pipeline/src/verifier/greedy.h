@@ -3,8 +3,8 @@
 
 #include <torch_sm3/pipeline/costs.h>
 #include <verifier/program.h>
+#include <verifier/stops.h>
 
-#include <algorithm>
 #include <vector>
 
 /// \file
@@ -13,30 +13,6 @@
 /// the same place: one run decides whether the schedule deadlocks.
 
 namespace torch_sm3::pipeline {
-
-/// What a rank waits for.
-enum class Wait : uint8_t {
-  kNothing,
-  kMessage, ///< that a message is sent
-  kSlot,    ///< that a receiver posts a RECV, which frees a place on a channel
-  kMembers, ///< that the other ranks come to a collective
-};
-
-/// Where a rank stopped.
-struct Stop {
-  size_t at = 0; ///< index of the action at which it waits
-  Wait wait = Wait::kNothing;
-  /// Message: its slot. Slot: edge of the SEND that waits. Members: the
-  /// collective, a tie or after all ties OPTIM.
-  size_t what = 0;
-  /// It has sent at this SEND, or come to this collective, already.
-  bool begun = false;
-};
-
-/// Ranks of each tie, then the ranks that have an OPTIM; ascending.
-///
-/// \param schedule the schedule
-std::vector<std::vector<uint32_t>> members_of(const Schedule& schedule);
 
 /// Clocks of a run where only the order matters.
 struct Untimed {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <verifier/greedy.h>
+#include <verifier/program.h>
+#include <verifier/stops.h>
 
 #include <string>
 #include <vector>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rule 5.
-#include <verifier/greedy.h>
 #include <verifier/inspect.h>
+#include <verifier/stops.h>
 
 #include <map>
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <schedule/inventory.h>
+#include <verifier/greedy.h>
 #include <verifier/grid.h>
 #include <verifier/inspect.h>
 #include <verifier/lowered.h>

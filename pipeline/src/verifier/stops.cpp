@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <verifier/greedy.h>
+#include <verifier/stops.h>
+
+#include <algorithm>
 
 namespace torch_sm3::pipeline {
 

@@ -100,9 +100,37 @@ def test_messages_and_steps_of_a_pipeline_are_timed(tmp_path: Path) -> None:
     assert all(figure["value"] > 0.5 for figure in found["figures"])
 
 
+def test_every_plan_has_its_formula(tmp_path: Path) -> None:
+    found = run("pipeline_bubble.py", tmp_path / "f.json", "--check")
+    assert found["simulated"]["cases"].keys() >= {"gpipe", "interleaved", "zbv"}
+    assert all(count > 20 for count in found["simulated"]["cases"].values())
+
+
+def test_long_plans_take_little_memory(tmp_path: Path) -> None:
+    found = run("plan_scale.py", tmp_path / "f.json")
+    figures = {figure["name"]: figure for figure in found["figures"]}
+    assert figures["GiB of memory, p = 256, m = 2048"]["value"] < 3 / 16
+    assert found["large"]["actions"] > 3e6
+
+
+def test_no_named_plan_beats_a_search(tmp_path: Path) -> None:
+    found = run("plan_auto.py", tmp_path / "f.json")
+    figures = {figure["name"]: figure for figure in found["figures"]}
+    name = "makespan over the best named kind that fits, largest"
+    assert figures[name]["holds"] and figures["searches compared"]["value"] > 20
+
+
 def test_slow_links_and_early_steps_of_a_pipeline_are_measured(tmp_path: Path) -> None:
     measured, on_paper = run("pipeline_overlap.py", tmp_path / "f.json")["figures"]
     assert measured["value"] > 1 and on_paper["holds"]
     found = run("pipeline_validate.py", tmp_path / "f.json")
     assert len(found["seconds"]["zb_h2"]["later"][0]) == 4
     assert all(figure["value"] > 0 for figure in found["figures"])
+
+
+def test_fault_drills_end_as_asked(tmp_path: Path) -> None:
+    found = run("pipeline_faults.py", tmp_path / "f.json", "--check")
+    assert {drill["fault"] for drill in found["drills"]} == {
+        "raise", "exit", "kill", "stop",
+    }  # fmt: skip
+    assert not any(drill["wrong"] for drill in found["drills"])

@@ -38,7 +38,16 @@ def test_an_error_can_be_pickled(pools: Pools) -> None:
     assert pools(2).run(ranks_losses.pickled) == [True] * 2
 
 
-@pytest.mark.parametrize("state", ["new", "used", "failed", "cycle", "sending"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        "used",
+        "sending",
+        pytest.param("new", marks=pytest.mark.slow),
+        pytest.param("failed", marks=pytest.mark.slow),
+        pytest.param("cycle", marks=pytest.mark.slow),
+    ],
+)
 def test_a_leaked_runner_does_not_hold_the_interpreter_up(state: str) -> None:
     # "spawn": these processes end as any other Python does.
     pool = Pool(2, "spawn")
@@ -49,7 +58,15 @@ def test_a_leaked_runner_does_not_hold_the_interpreter_up(state: str) -> None:
         pool.close()
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        1,
+        3,
+        pytest.param(0, marks=pytest.mark.slow),
+        pytest.param(2, marks=pytest.mark.slow),
+    ],
+)
 def test_all_ranks_name_one_failure_when_one_is_silent(
     pools: Pools, tmp_path: Path, victim: int
 ) -> None:

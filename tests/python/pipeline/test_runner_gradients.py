@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 from helpers import pipeline_ranks_gradients as ranks_gradients
+from helpers import pipeline_ranks_replicas as ranks_replicas
 from helpers.pool import Pools
 
 
@@ -43,7 +44,7 @@ def test_a_loss_without_its_count_is_named(pools: Pools) -> None:
 def test_replicas_reduce_once_per_step(
     pools: Pools, reduce: str | None, kind: str
 ) -> None:
-    assert pools(4).run(ranks_gradients.replicated, reduce, kind) == [[]] * 4
+    assert pools(4).run(ranks_replicas.replicated, reduce, kind) == [[]] * 4
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
@@ -56,21 +57,21 @@ def test_tokens_are_counted_over_all_replicas(pools: Pools, reduce: str) -> None
 def test_pipeline_row_11_hooks_are_called_once_per_bucket_and_step(
     pools: Pools, adasum: bool, wrap: bool
 ) -> None:
-    for seen, wrong in pools(4).run(ranks_gradients.hooked, "zb_h1", adasum, wrap):
+    for seen, wrong in pools(4).run(ranks_replicas.hooked, "zb_h1", adasum, wrap):
         assert wrong == []
         assert seen == [(0, True, True)] * 2
 
 
 def test_a_stage_may_be_left_out_of_the_reduction(pools: Pools) -> None:
-    assert pools(4).run(ranks_gradients.unreduced_stage) == [[]] * 4
+    assert pools(4).run(ranks_replicas.unreduced_stage) == [[]] * 4
 
 
 def test_shared_and_thawed_parameters_are_reduced_once(pools: Pools) -> None:
-    assert pools(4).run(ranks_gradients.shared_and_thawed) == [[]] * 4
+    assert pools(4).run(ranks_replicas.shared_and_thawed) == [[]] * 4
 
 
 def test_sparse_gradients_of_replicas_are_refused(pools: Pools) -> None:
-    answers = pools(4).run(ranks_gradients.sparse)
+    answers = pools(4).run(ranks_replicas.sparse)
     assert len(set(answers)) == 1
     assert answers[0][0].startswith(
         "0REDUCE_GRAD NotImplementedError REDUCE_GRAD: expected dense gradients, but "
@@ -79,7 +80,7 @@ def test_sparse_gradients_of_replicas_are_refused(pools: Pools) -> None:
 
 
 def test_a_failure_in_one_replica_is_raised_in_all(pools: Pools) -> None:
-    answers = pools(4).run(ranks_gradients.failing_replica)
+    answers = pools(4).run(ranks_replicas.failing_replica)
     wanted = [
         (
             origin % 2,
@@ -93,38 +94,3 @@ def test_a_failure_in_one_replica_is_raised_in_all(pools: Pools) -> None:
         for op, i in (("F", 1), ("B", 3))
     ]
     assert answers == [(wanted, [])] * 4
-
-
-@pytest.mark.parametrize(
-    ("placement", "kind"),
-    [
-        ([0, 0, 0, 0], None),
-        ([0, 1, 0, 1], None),
-        ([0, 1, 1, 0], None),
-        ([0, 0, 1, 0], None),
-        ([0, 1, 2, 3], "1f1b"),
-        ([0, 1, 2, 3], "zb_h1"),
-    ],
-)
-def test_tied_weights_are_summed_in_stage_order(
-    pools: Pools, placement: list[int], kind: str | None
-) -> None:
-    ranks = max(placement) + 1
-    answers = pools(ranks).run(ranks_gradients.tied, placement, kind)
-    assert [wrong for wrong, _ in answers] == [[]] * ranks
-    assert len({norm for _, norm in answers}) == 1
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_tied_weights_are_summed_before_adasum(pools: Pools, later: bool) -> None:
-    assert pools(4).run(ranks_gradients.tied_adasum, later) == [[]] * 4
-
-
-def test_tied_weights_of_unlike_shapes_are_refused(pools: Pools) -> None:
-    first, second = pools(2).run(ranks_gradients.tied_badly)
-    assert first == second
-    assert "of shape (6,) and torch.float32 as in stage 0, but got (6, 6)" in first
-
-
-def test_a_failure_on_the_rank_of_a_tied_weight(pools: Pools) -> None:
-    assert pools(2).run(ranks_gradients.tied_failure) == [[]] * 2

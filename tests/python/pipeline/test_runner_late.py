@@ -52,5 +52,22 @@ def test_any_other_call_hears_the_other_ranks(pools: Pools, call: str) -> None:
     assert pools(2).run(late.ended_by, call) == [(text, "0 more steps", True)] * 2
 
 
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("where", "name"), [(0, "inputs"), (1, "target")])
+def test_wrong_data_is_named_at_once(
+    pools: Pools, where: int, name: str, kind: str
+) -> None:
+    text = (
+        f"step: expected a batch of at least {late.M} samples, one for each "
+        f"microbatch, but got 1 (argument '{name}')"
+    )
+    assert pools(2).run(late.wrong_arguments, kind, where) == [(text, True)] * 2
+
+
 def test_losses_of_any_reduction_are_the_same(pools: Pools) -> None:
-    assert pools(2).run(late.tokens_and_quiet) == [[]] * 2
+    assert pools(2).run(late.reductions) == [[]] * 2
+
+
+def test_tokens_of_replicas_are_counted_early(pools: Pools) -> None:
+    # 8 tokens in one replica and 9 in the other.
+    assert pools(4).run(late.replicated_tokens) == [[]] * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import pipeline_ranks_precision as ranks_precision
+from helpers import pipeline_ranks_misuse as ranks_misuse
 from helpers.pipeline_chain import batches, chain, runner_of
 from helpers.pool import Pools
 from torch import nn
@@ -19,17 +19,17 @@ def test_two_runners_at_once_on_one_group(pools: Pools) -> None:
         "one; call one after the other, or give each runner a group of its own"
     )
     # The last rank runs the loss, from which it calls the second runner as well.
-    assert pools(2).run(ranks_precision.nested) == [[text], [text] * 3]
+    assert pools(2).run(ranks_misuse.nested) == [[text], [text] * 3]
 
 
 def test_a_sharded_stage_needs_unshard(pools: Pools) -> None:
-    ((without, with_it),) = pools(1).run(ranks_precision.sharded)
+    ((without, with_it),) = pools(1).run(ranks_misuse.sharded)
     assert "expected UNSHARD and RESHARD actions for stage 0" in without
     assert with_it == "fine"
 
 
 def test_optimizer_steps_that_do_not_fit_are_named_on_all_ranks(pools: Pools) -> None:
-    first, second, third = pools(3).run(ranks_precision.wrong_steps)
+    first, second, third = pools(3).run(ranks_misuse.wrong_steps)
     assert first == second == third
     for text, wanted in zip(
         first,
@@ -52,15 +52,15 @@ def test_optimizer_steps_that_do_not_fit_are_named_on_all_ranks(pools: Pools) ->
 
 def test_unshard_and_reshard_reach_all_modules_of_a_stage(pools: Pools) -> None:
     calls = ["UNSHARD", "RESHARD"]
-    assert pools(1).run(ranks_precision.gathered) == [[calls, calls]]
+    assert pools(1).run(ranks_misuse.gathered) == [[calls, calls]]
 
 
 def test_stages_sharded_over_replicas_have_their_mean_gradient(pools: Pools) -> None:
-    assert pools(4).run(ranks_precision.fully_sharded) == [[]] * 4
+    assert pools(4).run(ranks_misuse.fully_sharded) == [[]] * 4
 
 
 def test_options_are_checked_on_all_ranks(pools: Pools) -> None:
-    first, second = pools(2).run(ranks_precision.wrong_options)
+    first, second = pools(2).run(ranks_misuse.wrong_options)
     assert first == second
     for text, part in zip(
         first,

@@ -43,7 +43,15 @@ def test_a_norm_that_is_no_number_skips_the_step(pools: Pools) -> None:
     assert pools(2).run(ranks_precision.no_norm) == [[False, True]] * 2
 
 
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
-def test_an_optimizer_that_raises_is_named_everywhere(pools: Pools, clip: bool) -> None:
+def test_an_optimizer_that_raises_is_named_everywhere(
+    pools: Pools, clip: bool, scaled: bool, later: bool
+) -> None:
     text = "pipeline: rank 1 at OPTIM: LookupError: no step"
-    assert pools(3).run(ranks_precision.failing_optimizer, clip) == [(text, True)] * 3
+    answers = pools(3).run(ranks_precision.failing_optimizer, clip, scaled, later)
+    # All scales grow alike; where the failed step is told later, it does not count.
+    assert answers == [answers[0]] * 3
+    assert answers[0][:2] == (text, True)
+    assert answers[0][2] == (0.0 if not scaled else 128.0 if later else 256.0)

@@ -252,7 +252,7 @@ def test_looped_forward_has_its_bubble(v: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1fb1", 2, 2), "}, but got '1fb1', perhaps for '1f1b' (argument 'kind')"),
+        (("1fb1", 2, 2), "}, but got '1fb1' (argument 'kind'), perhaps for '1f1b'"),
         (("gpipes", 2, 2), "perhaps for 'gpipe'"),
         (("1f1b", 0, 2), "ranks from 1 to 65535, but got 0 (argument 'ranks')"),
         (("1f1b", 2, 0), "but got 0 (argument 'microbatches')"),

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from torch_sm3.pipeline import (
     Costs,
@@ -191,6 +194,49 @@ def test_wrong_options_of_plans_are_named(options: dict, message: str) -> None:
         plan("1f1b", 2, 2, **options)
     assert message in str(caught.value)
     assert not isinstance(caught.value, ScheduleError)
+
+
+SMALL = plan("1f1b", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected", "got"),
+    [
+        (lambda: plan(3, 2, 2), "plan: expected a string", "3 (argument 'kind')"),
+        (lambda: plan("1f1b", 2.0, 2), "plan", "2.0 (argument 'ranks')"),
+        (lambda: plan("1f1b", 2, "4"), "plan", "'4' (argument 'microbatches')"),
+        (lambda: plan("1f1b", 2, 2, via=1), "plan: expected a string", "1 (argument"),
+        (lambda: plan("zbv", 2, 2, chunks=2.0), "plan", "2.0 (argument 'chunks')"),
+        (lambda: partition([1.0, 2.0], 1.5), "partition", "1.5 (argument 'stages')"),
+        (lambda: verify(SMALL, max_pending=None), "verify", "None (argument 'max_pe"),
+        (lambda: simulate(SMALL, links=0), "simulate: expected a string", "0 (argu"),
+        (lambda: live_bytes(SMALL, 0.5, Costs()), "live_bytes", "0.5 (argument 'rank"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(
+    call: Any, expected: str, got: str
+) -> None:
+    with pytest.raises(TypeError) as caught:
+        call()
+    head, _, tail = str(caught.value).partition(", but got ")
+    assert head == (expected if ":" in expected else f"{expected}: expected an integer")
+    assert tail.startswith(got) and tail.endswith("')")
+
+
+def test_numbers_of_other_libraries_are_integers() -> None:
+    p, m = torch.tensor(2), np.int64(4)
+    assert plan("1f1b", p, m, warmup=p) == plan("1f1b", 2, 4, warmup=2)
+
+
+def test_what_lacks_nothing_is_lowered_by_nobody() -> None:
+    """Neither ``lower`` nor ``simulate`` runs or copies what is lowered already."""
+    lowered = plan("zbv", 3, 7).lower()
+    assert lowered.lower() is lowered
+    assert simulate(lowered).schedule is lowered
+    searched = plan("auto", 2, 4)
+    assert searched.lower() is not searched
+    partly = Schedule.parse(lowered.text.replace(" OPTIM", ""))
+    assert partly.lower() == lowered and partly.lower() is not partly
 
 
 def test_a_search_says_what_it_looked_at() -> None:

@@ -23,7 +23,9 @@ from helpers.pipeline_ranks_stashed import (
 )
 from helpers.scenarios import Scenarios
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from torch_sm3 import reversible
 from torch_sm3.pipeline import (
     PipelineRunner,
     Schedule,
@@ -199,3 +201,74 @@ def test_a_trace_tells_the_bytes_that_it_counted(tmp_path: Any) -> None:
     peak = verify(trace.schedule, memory=costs).peak_bytes[0]
     assert peak >= max(trace.steps[0][-1].peak)
     assert Trace.load(tmp_path / "t.json").max_pending == 2
+
+
+# --- what stays in flight --------------------------------------------------
+
+RANKS, MICROBATCHES = 4, 8
+
+
+class Chain(nn.Module):
+    """Eight couplings or MLPs: stored, checkpointed as a whole, or reversible."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.blocks = nn.ModuleList(
+            reversible.AdditiveCoupling(mlp(), mlp()) for _ in range(8)
+        )
+        self.sequence = reversible.ReversibleSequence(*self.blocks)
+
+    def stored(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for block in self.blocks:
+            a, b = block(a, b)
+        return a, b
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> Any:
+        if self.way == "reversible":
+            return tuple(self.sequence(a, b))
+        if self.way == "checkpoint":
+            return checkpoint(self.stored, a, b, use_reentrant=False)
+        return self.stored(a, b)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, 4 * WIDTH),
+        nn.GELU(),
+        nn.Linear(4 * WIDTH, WIDTH),
+    )
+
+
+def peaks_of(way: str) -> tuple[list[float], Any]:
+    """Return the peak of each rank under 1f1b, static bytes aside, and the costs."""
+    rows = 32 * ROWS
+    costs = profile(
+        [Stage(Chain(way), s) for s in range(RANKS)],
+        tuple(torch.randn(2, rows, WIDTH)),
+        target=torch.randn(rows, WIDTH),
+        loss_fn=lambda pair, y: squared(pair[0] + pair[1], y),
+        repeats=1,
+        warmup=0,
+    )
+    peaks = verify(plan("1f1b", RANKS, MICROBATCHES), memory=costs).peak_bytes
+    static = costs.static_bytes
+    assert isinstance(static, tuple)
+    return [a - b for a, b in zip(peaks, static, strict=True)], costs
+
+
+def test_recomputing_stages_keep_boundaries_and_one_stage_or_block() -> None:
+    torch.manual_seed(0)
+    stored, plain = peaks_of("stored")
+    pair = plain.boundary_bytes[0]
+    stage = plain.activation_bytes[0]
+    for way, once in (("checkpoint", stage), ("reversible", stage / 8)):
+        peaks, costs = peaks_of(way)
+        assert costs.activation_bytes[1] == pair, way
+        assert peaks[0] <= 0.5 * stored[0], way
+        for rank in range(RANKS):
+            # Beside the microbatches in flight: one message each way that waits, and
+            # what comes and goes.
+            boundaries = RANKS - rank + 3
+            assert peaks[rank] <= pair * boundaries + 1.2 * once, (way, rank)

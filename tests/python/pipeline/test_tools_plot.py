@@ -314,8 +314,9 @@ def test_many_levels_are_thinned_and_keep_their_peak() -> None:
 
 
 def test_a_trace_shows_measured_and_predicted_memory() -> None:
-    trace = synthetic(plan("1f1b", 2, 3), Costs(0.01, 0.01, 0.01))
-    svg = plot(trace, memory=True).svg()
+    costs = Costs(0.01, 0.01, 0.01, activation_bytes=100)
+    trace = synthetic(plan("1f1b", 2, 3), costs)
+    svg = plot(trace, memory=True, costs=costs).svg()
     shown = strips(svg)
     assert len(shown) == 4
     for measured, predicted in (shown[:2], shown[2:]):
@@ -323,10 +324,24 @@ def test_a_trace_shows_measured_and_predicted_memory() -> None:
     assert svg.count(">peak 200 B<") == 2 and svg.count(">peak 100 B<") == 2
 
 
-def test_a_trace_without_bytes_shows_what_is_predicted() -> None:
+def test_a_predicted_lane_has_a_bubble_of_its_own_makespan() -> None:
     trace = synthetic(plan("1f1b", 2, 3), Costs(0.01, 0.01, 0.01))
+    # On paper all is twice as fast, and no later hatched than its own end.
+    svg = plot(trace, costs=Costs(0.005, 0.005, 0.005)).svg()
+    share = 100 * (1 - 9 / 12)
+    assert svg.count(f">bubble {share:.1f} %<") == 4
+    lanes = [place(x) for x in elements(svg, "lane")]
+    for x, y, wide, _ in [place(x) for x in elements(svg, "bubble")]:
+        left, _, whole, _ = lanes[[top for _, top, *_ in lanes].index(y)]
+        paper = [top for _, top, *_ in lanes].index(y) % 2
+        assert x + wide <= left + whole * (0.5 if paper else 1) + 0.02
+
+
+def test_a_trace_without_bytes_shows_what_is_predicted() -> None:
+    costs = Costs(0.01, 0.01, 0.01)
+    trace = synthetic(plan("1f1b", 2, 3), costs)
     for own in trace.steps:
         for stamps in own:
             stamps.live[:] = type(stamps.live)("q", bytes(8 * len(stamps.live)))
-    svg = plot(trace, memory=True).svg()
+    svg = plot(trace, memory=True, costs=costs).svg()
     assert len(strips(svg)) == 2 and ">peak 2<" in svg

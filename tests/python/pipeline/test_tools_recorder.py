@@ -8,22 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_sm3.pipeline import Action, Schedule, plan
-from torch_sm3.pipeline._recorder import Recorder, estimate_offset
+from torch_sm3.pipeline._recorder import Recorder, Stamps, estimate_offset
+
+COLUMNS = len(Stamps._fields) - 1
 
 
 def test_the_latest_steps_are_kept() -> None:
     schedule = plan("none", 1, 2).lower()
     row = schedule.actions(0)
     recorder = Recorder(schedule, 0, keep=2)
-    columns = [[100 * c + i for i in range(len(row))] for c in range(5)]
+    columns = [[100 * c + i for i in range(len(row))] for c in range(COLUMNS)]
     for step in (1, 2, 3):
         recorder.add(step, row, columns)
     assert [x.step for x in recorder.steps] == [2, 3]
     assert [list(column) for column in recorder.steps[0][1:]] == columns
     with pytest.raises(ValueError):
-        recorder.add(4, row, [[1]] * 5)
+        recorder.add(4, row, [[1]] * COLUMNS)
     with pytest.raises(ValueError):
-        recorder.add(4, row, columns[:4])
+        recorder.add(4, row, columns[:-1])
 
 
 def test_what_a_runner_adds_or_leaves_out_moves_no_stamp() -> None:
@@ -34,7 +36,7 @@ def test_what_a_runner_adds_or_leaves_out_moves_no_stamp() -> None:
     forward, backward = plan("none", 1, 1).actions(0)
     row = [forward, Action("VALIDATE", 0, 0), backward, Action("REDUCE_GRAD", 0, 0)]
     recorder = Recorder(schedule, 0)
-    recorder.add(1, row, [[5, 6, 7, 8]] * 5)
+    recorder.add(1, row, [[5, 6, 7, 8]] * COLUMNS)
     assert list(recorder.steps[0].end) == [0, 5, 0, 7]
 
 

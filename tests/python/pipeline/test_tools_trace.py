@@ -262,7 +262,8 @@ def test_idle_slots_take_no_time_and_leave_no_span(tmp_path: Path) -> None:
     recorder = Recorder(schedule, 0)
     ends = [20, 40, 60, 90, 91, 92]
     begins = [10, *ends[:-1]]
-    columns = begins, [12, *begins[1:]], ends, [1, 2, 1, 0, 0, 0], [0] * 6
+    live, none = [1, 2, 1, 0, 0, 0], [0] * 6
+    columns = begins, [12, *begins[1:]], ends, live, none, live, none, none, none
     recorder.add(1, plan("gpipe", 1, 2).lower().actions(0), columns)
     trace = Trace(schedule, [list(recorder.steps)])
     (stamps,) = trace.latest()

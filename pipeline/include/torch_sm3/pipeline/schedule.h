@@ -101,14 +101,17 @@ struct Schedule {
   /// Tells whether any action is a message, REDUCE_GRAD, TIE_REDUCE or OPTIM.
   TORCH_SM3_API bool lowered() const;
 
+  /// Tells whether the schedule has all that `lower` would add.
+  TORCH_SM3_API bool complete() const;
+
   /// Adds the messages and collectives that a compute-only schedule lacks, in
   /// time linear in the number of actions.
   ///
   /// A SEND stands right after its producer. A RECV stands before the first
-  /// action of its rank that starts, if every cell took one unit of time, when
-  /// or after the message is sent; its consumer never starts earlier. In one
-  /// gap RECVs stand before SENDs. Stages on one rank exchange no message, and
-  /// a result that no action makes or uses is not sent.
+  /// action of its rank that starts, if B took three units of time and all else
+  /// one, when or after the message is sent; its consumer never starts earlier.
+  /// In one gap RECVs stand before SENDs. Stages on one rank exchange no
+  /// message, and a result that no action makes or uses is not sent.
   ///
   /// REDUCE_GRAD follows the last weight gradient of its stage and what it
   /// sends. TIE_REDUCE stands once on each rank that holds a member, for the
