@@ -96,7 +96,7 @@ class PipelineRunner::Impl {
   std::vector<Stage> stages_; // in ascending order
   int64_t rank_ = 0;
   int64_t ranks_ = 1;
-  const void* group_ = nullptr; // what no other runner may use
+  std::shared_ptr<const void> claim_; // the group, which no other runner uses
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<Replicas> replicas_;
   std::unique_ptr<Gradients> gradients_;

@@ -36,18 +36,17 @@ std::vector<Stage> in_order(std::vector<Stage> stages) {
 std::mutex claiming;
 std::set<const void*> claimed;
 
-void claim(const void* group) {
+// Holds a group until the last copy of the result is gone.
+std::shared_ptr<const void> claim(const void* group) {
   const std::lock_guard<std::mutex> lock(claiming);
   TORCH_CHECK(
       claimed.insert(group).second,
       "PipelineRunner: expected a group that no other open runner uses, but "
-      "got "
-      "one that does; close that one, or give each a group of its own");
-}
-
-void release(const void* group) {
-  const std::lock_guard<std::mutex> lock(claiming);
-  claimed.erase(group);
+      "got one that does; close that one, or give each a group of its own");
+  return {group, [](const void* held) {
+            const std::lock_guard<std::mutex> unlock(claiming);
+            claimed.erase(held);
+          }};
 }
 
 } // namespace
@@ -61,8 +60,7 @@ PipelineRunner::Impl::Impl(
   if (group && group->getSize() > 1) {
     rank_ = group->getRank();
     ranks_ = group->getSize();
-    claim(group.get());
-    group_ = group.get();
+    claim_ = claim(group.get());
     transport_ = std::make_unique<Transport>(
         std::move(group),
         TransportOptions{
@@ -82,9 +80,9 @@ PipelineRunner::Impl::Impl(
   }
 }
 
-Machine
+std::unique_ptr<Machine>
 PipelineRunner::Impl::make_machine(Schedule schedule, uint32_t user_ops) const {
-  Machine machine(
+  auto machine = std::make_unique<Machine>(
       std::make_shared<const RankProgram>(
           std::move(schedule), static_cast<uint32_t>(rank_)),
       transport_.get(),
@@ -150,7 +148,7 @@ void PipelineRunner::Impl::close() {
   closed_ = true;
   if (transport_) {
     transport_->close();
-    release(group_);
+    claim_.reset();
   }
 }
 
