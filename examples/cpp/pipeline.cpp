@@ -3,6 +3,8 @@
 // one stage in each process, schedule 1F1B, optimizer SM3.
 //
 //   build/pipeline            two processes of this machine
+//   WORLD_SIZE=1 STAGES=2 build/pipeline
+//                             the same model in one process: equal losses
 //   RANK=0 WORLD_SIZE=3 MASTER_ADDR=... MASTER_PORT=... build/pipeline
 //                             one process, the others elsewhere
 #include <torch_sm3/pipeline/planner.h>
@@ -80,31 +82,30 @@ def forward(self, x):
   return module;
 }
 
-std::vector<torch::Tensor> parameters_of(const torch::jit::Module& module) {
-  std::vector<torch::Tensor> all;
-  for (const torch::Tensor& parameter : module.parameters()) {
-    all.push_back(parameter);
-  }
-  return all;
-}
-
-int train(int rank, int ranks) {
+int train(int rank, int ranks, int stages) {
   at::set_num_threads(1);
-  const auto group = make_group(rank, ranks);
-  const torch::jit::Module module = make_stage(rank, ranks);
+  const auto group = ranks > 1 ? make_group(rank, ranks) : nullptr;
 
   pl::PlanOptions plan;
-  plan.kind = "1f1b";
+  plan.kind = stages > ranks ? "interleaved" : "1f1b";
   plan.ranks = ranks;
+  plan.chunks = stages / ranks;
   plan.microbatches = kMicrobatches;
+  const pl::Schedule schedule = pl::plan(plan);
+  std::vector<pl::Stage> own;
+  std::vector<torch::Tensor> parameters;
+  for (int stage = rank; stage < stages; stage += ranks) {
+    own.emplace_back(stage, make_stage(stage, stages));
+    const auto& more = own.back().parameters();
+    parameters.insert(parameters.end(), more.begin(), more.end());
+  }
   pl::RunnerOptions options;
   options.loss = [](const c10::IValue& output, const c10::IValue& target) {
     return torch::mse_loss(output.toTensor(), target.toTensor());
   };
-  pl::PipelineRunner runner(
-      pl::plan(plan), group, {pl::Stage(rank, module)}, options);
+  pl::PipelineRunner runner(schedule, group, own, options);
   torch_sm3::optim::SM3 optimizer(
-      parameters_of(module), torch_sm3::optim::SM3Options(0.1).momentum(0.9));
+      parameters, torch_sm3::optim::SM3Options(0.1).momentum(0.9));
 
   // Every rank makes the same batches; only the first and the last use them.
   auto generator = at::detail::createCPUGenerator(7);
@@ -113,26 +114,26 @@ int train(int rank, int ranks) {
   for (int step = 0; step < kSteps; ++step) {
     const auto x = torch::randn({kBatch, kWidth}, generator);
     const auto y = torch::sin(x.sum(1, /*keepdim=*/true) / 3);
-    optimizer.zero_grad();
+    runner.zero_grad();
     loss = runner.step({x}, y).loss.item<double>();
-    optimizer.step();
+    runner.optimizer_step(optimizer, /*max_norm=*/1.0);
     first = step == 0 ? loss : first;
     if (rank == 0 && step % 20 == 0) {
-      std::printf("step %4d  loss %.4f\n", step, loss);
+      std::printf("step %4d  loss %.9g\n", step, loss);
     }
   }
   runner.close();
   if (rank == 0) {
-    std::printf("step %4d  loss %.4f\n", kSteps, loss);
+    std::printf("step %4d  loss %.9g\n", kSteps, loss);
   }
   return loss < first / 2 ? 0 : 1;
 }
 
 // A process for each rank of this machine.
-int launch(int ranks) {
+int launch(int ranks, int stages) {
   for (int rank = 0; rank < ranks; ++rank) {
     if (fork() == 0) {
-      std::exit(train(rank, ranks));
+      std::exit(train(rank, ranks, stages));
     }
   }
   int failed = 0;
@@ -148,6 +149,7 @@ int launch(int ranks) {
 
 int main() {
   const int ranks = setting("WORLD_SIZE", 2);
+  const int stages = setting("STAGES", ranks);
   const int rank = setting("RANK", -1);
-  return rank < 0 ? launch(ranks) : train(rank, ranks);
+  return rank < 0 ? launch(ranks, stages) : train(rank, ranks, stages);
 }

@@ -120,6 +120,12 @@ class Model {
   bool same_gradients(const Model& other, int64_t stage) const {
     return at::equal(weights_[stage].grad(), other.weights_[stage].grad());
   }
+  const std::vector<at::Tensor>& parameters() const {
+    return weights_;
+  }
+  at::Tensor gradient(int64_t stage) const {
+    return weights_[stage].grad();
+  }
   bool has_gradients() const {
     for (const at::Tensor& weight : weights_) {
       if (weight.grad().defined()) {

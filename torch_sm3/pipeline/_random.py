@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+
+from torch_sm3 import _ops
 
 
 def seed_of(seed: int, step: int, stage: int, microbatch: int, evaluation: bool) -> int:
@@ -20,8 +21,11 @@ def seed_of(seed: int, step: int, stage: int, microbatch: int, evaluation: bool)
         microbatch: number of the microbatch.
         evaluation: whether it belongs to an eval.
     """
-    key = f"{seed} {step} {stage} {microbatch} {int(evaluation)}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+    wrapped = seed % (1 << 63)
+    made = _ops.pipeline_machine_class().seed_of(
+        wrapped, step, stage, microbatch, evaluation
+    )
+    return int(made)
 
 
 def devices_of(modules: Iterable[torch.nn.Module]) -> list[torch.device]:

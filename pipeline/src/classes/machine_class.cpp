@@ -4,6 +4,7 @@
 // call.
 #include <classes/transport_class.h>
 #include <runtime/machine.h>
+#include <runtime/random.h>
 
 #include <torch_sm3/check.h>
 
@@ -91,6 +92,21 @@ class PipelineMachine : public torch::CustomClassHolder {
                 static_cast<uint32_t>(rank)),
             transport_ ? &transport_->transport() : nullptr,
             mask_of(user_ops)) {}
+
+  // The seed of one forward of a deterministic run.
+  static int64_t seed_of(
+      int64_t seed,
+      int64_t step,
+      int64_t stage,
+      int64_t microbatch,
+      bool evaluation) {
+    return static_cast<int64_t>(pipeline::seed_of(
+        {static_cast<uint64_t>(seed),
+         static_cast<uint64_t>(step),
+         static_cast<uint64_t>(stage),
+         static_cast<uint64_t>(microbatch),
+         evaluation}));
+  }
 
   // "auto", "always" or "never".
   void set_split(int64_t stage, const std::string& split) {
@@ -230,6 +246,7 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
               std::vector<Item>,
               std::optional<c10::intrusive_ptr<PipelineTransport>>,
               std::vector<std::string>>())
+      .def_static("seed_of", &PipelineMachine::seed_of)
       .def("set_split", &PipelineMachine::set_split)
       .def("set_fused", &PipelineMachine::set_fused)
       .def("overlap", &PipelineMachine::overlap)

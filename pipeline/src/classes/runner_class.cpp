@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // torch.classes.torch_sm3.PipelineRunner: scripted modules as stages, for
 // TorchScript and Python alike.
+#include <classes/schedule_class.h>
+#include <runtime/interrupt.h>
+
 #include <torch_sm3/check.h>
 #include <torch_sm3/pipeline/runtime.h>
 
@@ -16,14 +19,15 @@ namespace {
 
 LossReduction reduction_of(const std::string& name) {
   TORCH_SM3_CHECK_VALUE(
-      name == "mean" || name == "samples" || name == "sum",
+      name == "mean" || name == "samples" || name == "sum" || name == "tokens",
       "PipelineRunner",
       "loss_reduction",
-      "loss_reduction in {mean, samples, sum}",
+      "loss_reduction in {mean, samples, sum, tokens}",
       "'" + name + "'");
   return name == "mean"      ? LossReduction::kMean
          : name == "samples" ? LossReduction::kSamples
-                             : LossReduction::kSum;
+         : name == "sum"     ? LossReduction::kSum
+                             : LossReduction::kTokens;
 }
 
 torch::jit::Module module_of(const c10::IValue& value, const char* op) {
@@ -50,6 +54,17 @@ Schedule schedule_of(const c10::IValue& value) {
   return Schedule::parse(method({value}, {}).toStringRef());
 }
 
+at::Tensor
+parameter_of(const torch::jit::Module& module, const std::string& wanted) {
+  for (const auto& parameter : module.named_parameters()) {
+    if (parameter.name == wanted) {
+      return parameter.value;
+    }
+  }
+  TORCH_SM3_CHECK_VALUE(
+      false, "add_tie", "parameter", "a parameter's name", "'" + wanted + "'");
+}
+
 class ScriptRunner : public torch::CustomClassHolder {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -61,32 +76,43 @@ class ScriptRunner : public torch::CustomClassHolder {
       const std::string& loss_reduction,
       int64_t batch_dim,
       double timeout,
-      int64_t max_pending)
+      int64_t max_pending,
+      bool deterministic,
+      int64_t seed)
       : schedule_(schedule_of(schedule)),
         group_(group ? std::move(*group) : nullptr) {
     options_.loss_reduction = reduction_of(loss_reduction);
     options_.batch_dim = batch_dim;
     options_.timeout = timeout;
     options_.max_pending = max_pending;
+    options_.deterministic = deterministic;
+    options_.seed = static_cast<uint64_t>(seed);
   }
 
-  void add_stage(int64_t index, const c10::IValue& module) {
+  // `split`: "auto", "always" or "never".
+  void add_stage(
+      int64_t index,
+      const c10::IValue& module,
+      const std::string& split) {
     check_not_started("add_stage");
-    stages_.emplace_back(index, module_of(module, "add_stage"));
+    modules_.push_back(module_of(module, "add_stage"));
+    stages_.emplace_back(index, modules_.back());
+    stages_.back().split(split_of(split));
+  }
+
+  // A parameter of a stage, by its dotted name, is one with those of other
+  // stages that were given the same `name`.
+  void add_tie(int64_t stage, const std::string& parameter, std::string name) {
+    check_not_started("add_tie");
+    const size_t at = position_of(stage, "add_tie");
+    stages_[at].tie(std::move(name), parameter_of(modules_[at], parameter));
   }
 
   // The item `name` of the dict that stage `source` returns goes to a later
   // stage, as its argument of that name.
   void add_route(int64_t source, std::string name, int64_t target) {
     check_not_started("add_route");
-    for (Stage& stage : stages_) {
-      if (stage.index() == source) {
-        stage.route(std::move(name), target);
-        return;
-      }
-    }
-    TORCH_SM3_CHECK_VALUE(
-        false, "add_route", "source", "a stage that was added", source);
+    stages_[position_of(source, "add_route")].route(std::move(name), target);
   }
 
   // Called with the last stage's output and the target.
@@ -95,19 +121,21 @@ class ScriptRunner : public torch::CustomClassHolder {
     options_.loss = [loss = module_of(module, "set_loss")](
                         const c10::IValue& output,
                         const c10::IValue& target) mutable {
-      return loss.forward({output, target}).toTensor();
+      return loss.forward({output, target});
     };
   }
 
   std::tuple<MaybeTensor, MaybeTensor>
   step(const Tensors& inputs, const MaybeTensor& target) {
-    StepResult result = runner().step(values(inputs), target);
+    StepResult result =
+        call([&] { return runner().step(values(inputs), target); });
     return {optional(result.loss), optional(result.losses)};
   }
 
   std::tuple<MaybeTensor, MaybeTensor, c10::impl::GenericList>
   eval(const Tensors& inputs, const MaybeTensor& target, bool return_outputs) {
-    StepResult result = runner().eval(values(inputs), target, return_outputs);
+    StepResult result = call(
+        [&] { return runner().eval(values(inputs), target, return_outputs); });
     c10::impl::GenericList outputs(c10::AnyType::get());
     for (c10::IValue& output : result.outputs) {
       outputs.push_back(std::move(output));
@@ -124,6 +152,27 @@ class ScriptRunner : public torch::CustomClassHolder {
  private:
   static MaybeTensor optional(const at::Tensor& tensor) {
     return tensor.defined() ? MaybeTensor(tensor) : std::nullopt;
+  }
+
+  // Ctrl-C reaches all ranks although Python cannot serve it meanwhile.
+  template <class Function>
+  static StepResult call(const Function& function) {
+    const InterruptOnSignal guard;
+    return as_value_error(function);
+  }
+
+  size_t position_of(int64_t stage, const char* op) const {
+    for (size_t i = 0; i < stages_.size(); ++i) {
+      if (stages_[i].index() == stage) {
+        return i;
+      }
+    }
+    TORCH_CHECK_VALUE(
+        false,
+        op,
+        ": expected a stage that was added, but got ",
+        stage,
+        " (argument 'stage')");
   }
 
   static std::vector<c10::IValue> values(const Tensors& tensors) {
@@ -146,7 +195,8 @@ class ScriptRunner : public torch::CustomClassHolder {
 
   const Schedule schedule_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::vector<Stage> stages_;
+  std::vector<torch::jit::Module> modules_;
+  std::vector<Stage> stages_; // of the modules
   RunnerOptions options_;
   std::unique_ptr<PipelineRunner> runner_;
 };
@@ -160,6 +210,8 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
               std::string,
               int64_t,
               double,
+              int64_t,
+              bool,
               int64_t>(),
           "",
           {torch::arg("schedule"),
@@ -167,8 +219,17 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
            torch::arg("loss_reduction") = "mean",
            torch::arg("batch_dim") = 0,
            torch::arg("timeout") = 60.0,
-           torch::arg("max_pending") = 2})
-      .def("add_stage", &ScriptRunner::add_stage)
+           torch::arg("max_pending") = 2,
+           torch::arg("deterministic") = false,
+           torch::arg("seed") = 0})
+      .def(
+          "add_stage",
+          &ScriptRunner::add_stage,
+          "",
+          {torch::arg("index"),
+           torch::arg("module"),
+           torch::arg("split") = "auto"})
+      .def("add_tie", &ScriptRunner::add_tie)
       .def("add_route", &ScriptRunner::add_route)
       .def("set_loss", &ScriptRunner::set_loss)
       .def(

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the ranks of a runner compare before they begin.
-#include <runtime/runner_impl.h>
+#include <runtime/agree.h>
+#include <runtime/control.h>
+#include <runtime/rank_program.h>
 
 #include <torch_sm3/check.h>
-#include <torch_sm3/library.h>
+#include <torch_sm3/pipeline/verifier.h>
 
 #include <algorithm>
 #include <iomanip>
@@ -31,8 +33,32 @@ const char* name(LossReduction reduction) {
       return "samples";
     case LossReduction::kSum:
       return "sum";
+    case LossReduction::kTokens:
+      return "tokens";
   }
   return "unknown";
+}
+
+const char* name(Reduce reduce) {
+  switch (reduce) {
+    case Reduce::kMean:
+      return "mean";
+    case Reduce::kSum:
+      return "sum";
+    case Reduce::kAdasum:
+      return "adasum";
+    case Reduce::kNone:
+      return "none";
+  }
+  return "unknown";
+}
+
+// Of the library, which may differ from machine to machine.
+std::string version() {
+  const std::string info = build_info();
+  const std::string key = "\"version\": \"";
+  const size_t start = info.find(key) + key.size();
+  return info.substr(start, info.find('"', start) - start);
 }
 
 // What must be equal on all ranks, by the name of the argument.
@@ -49,77 +75,18 @@ record_of(const Schedule& schedule, const RunnerOptions& options) {
            " microbatches (",
            digest(schedule.text()),
            ")")},
+      {"torch_sm3", version()},
       {"loss_reduction", name(options.loss_reduction)},
       {"batch_dim", c10::str(options.batch_dim)},
       {"timeout", c10::str(options.timeout)},
-      {"max_pending", c10::str(options.max_pending)}};
-}
-
-void check_stages(
-    int64_t rank,
-    const Schedule& schedule,
-    const std::vector<Stage>& stages) {
-  std::vector<int64_t> own;
-  for (uint32_t stage = 0; stage < schedule.stages; ++stage) {
-    if (schedule.placement[stage] == rank) {
-      own.push_back(stage);
-    }
-  }
-  std::vector<int64_t> given;
-  for (const Stage& stage : stages) {
-    given.push_back(stage.index());
-  }
-  std::sort(given.begin(), given.end());
-  TORCH_SM3_CHECK_VALUE(
-      given == own,
-      "PipelineRunner",
-      "stages",
-      c10::str("the stages ", own, ", each once"),
-      given);
-  for (const Stage& stage : stages) {
-    for (const auto& [key, target] : stage.routes()) {
-      TORCH_SM3_CHECK_VALUE(
-          target < schedule.stages,
-          "PipelineRunner",
-          "stages",
-          c10::str("a route to a stage below ", schedule.stages),
-          target);
-    }
-  }
-}
-
-void check(
-    int64_t rank,
-    int64_t ranks,
-    const Schedule& schedule,
-    const std::vector<Stage>& stages,
-    const RunnerOptions& options) {
-  TORCH_SM3_CHECK_VALUE(
-      schedule.ranks == ranks,
-      "PipelineRunner",
-      "schedule",
-      c10::str("a schedule of ", ranks, " ranks"),
-      schedule.ranks);
-  check_stages(rank, schedule, stages);
-  const RankProgram program(schedule, static_cast<uint32_t>(rank));
-  TORCH_SM3_CHECK_VALUE(
-      options.loss || !program.trains() || schedule.placement.back() != rank,
-      "PipelineRunner",
-      "options",
-      "a loss for a schedule with backwards",
-      "none");
-  TORCH_SM3_CHECK_VALUE(
-      options.timeout > 0,
-      "PipelineRunner",
-      "options",
-      "a timeout above 0 s",
-      options.timeout);
-  TORCH_SM3_CHECK_VALUE(
-      options.max_pending >= 1,
-      "PipelineRunner",
-      "options",
-      "max_pending of at least 1",
-      options.max_pending);
+      {"max_pending", c10::str(options.max_pending)},
+      {"link_delay", delays(options)},
+      {"data_parallel", options.data_parallel ? "a group" : "none"},
+      {"reduce", name(options.reduce)},
+      {"hook", options.hook ? "a hook" : "none"},
+      {"deterministic", options.deterministic ? "true" : "false"},
+      {"seed", c10::str(options.seed)},
+      {"share_loss", options.share_loss ? "true" : "false"}};
 }
 
 std::vector<Route> routes_of(const std::vector<Stage>& stages) {
@@ -134,10 +101,12 @@ std::vector<Route> routes_of(const std::vector<Stage>& stages) {
   return routes;
 }
 
-// A record as it travels: the problem or None, routes, then names and values.
+// A record as it travels: the problem or None, routes, ties, then names and
+// values.
 c10::IValue value_of(
     const c10::IValue& problem,
     const std::vector<Route>& routes,
+    const Members& ties,
     const std::vector<std::pair<std::string, std::string>>& record) {
   std::vector<c10::IValue> items{problem};
   std::vector<c10::IValue> ways;
@@ -147,6 +116,15 @@ c10::IValue value_of(
             {int64_t{route.source}, int64_t{route.target}}));
   }
   items.push_back(c10::ivalue::Tuple::create(std::move(ways)));
+  std::vector<c10::IValue> members;
+  for (const auto& [name, all] : ties) {
+    for (const Member& member : all) {
+      members.push_back(
+          c10::ivalue::Tuple::create(
+              {name, member.stage, member.rank, member.shape}));
+    }
+  }
+  items.push_back(c10::ivalue::Tuple::create(std::move(members)));
   for (const auto& [argument, value] : record) {
     items.push_back(c10::ivalue::Tuple::create({argument, value}));
   }
@@ -156,6 +134,8 @@ c10::IValue value_of(
 std::vector<c10::IValue> items_of(const c10::IValue& tuple) {
   return tuple.toTupleRef().elements().vec();
 }
+
+constexpr size_t kFirstOption = 3;
 
 void compare(const std::vector<c10::IValue>& records) {
   for (size_t rank = 0; rank < records.size(); ++rank) {
@@ -168,7 +148,7 @@ void compare(const std::vector<c10::IValue>& records) {
   const auto first = items_of(records.front());
   for (size_t rank = 1; rank < records.size(); ++rank) {
     const auto other = items_of(records[rank]);
-    for (size_t i = 2; i < first.size(); ++i) {
+    for (size_t i = kFirstOption; i < first.size(); ++i) {
       const auto theirs = items_of(first[i]);
       const auto mine = items_of(other.at(i));
       TORCH_CHECK_VALUE(
@@ -201,9 +181,34 @@ std::vector<Route> all_routes(const std::vector<c10::IValue>& records) {
   return routes;
 }
 
+// The members of all tied weights; those of this rank with their weights.
+Members all_members(
+    const std::vector<c10::IValue>& records,
+    const Members& own,
+    int64_t rank) {
+  std::vector<Members> all;
+  for (const c10::IValue& record : records) {
+    if (all.size() == static_cast<size_t>(rank)) {
+      all.push_back(own);
+      continue;
+    }
+    Members theirs;
+    for (const c10::IValue& item : items_of(items_of(record).at(2))) {
+      const auto fields = items_of(item);
+      theirs[fields.at(0).toStringRef()].push_back(
+          {fields.at(1).toInt(),
+           fields.at(2).toInt(),
+           fields.at(3).toStringRef(),
+           {}});
+    }
+    all.push_back(std::move(theirs));
+  }
+  return combined(all);
+}
+
 } // namespace
 
-Schedule agree(
+Agreement agree(
     Transport* transport,
     int64_t rank,
     int64_t ranks,
@@ -216,24 +221,27 @@ Schedule agree(
   } catch (const std::exception& error) {
     problem = text_of(error);
   }
+  const Members own = members_of(stages, rank);
   const auto records = exchange(
       transport,
       rank,
       ranks,
-      value_of(problem, routes_of(stages), record_of(schedule, options)));
+      value_of(problem, routes_of(stages), own, record_of(schedule, options)));
   compare(records);
-  Schedule whole = schedule;
-  const std::vector<Route> routes = all_routes(records);
-  if (!schedule.lowered()) {
-    whole.routes = routes;
+  Members members = all_members(records, own, rank);
+  Agreement known;
+  known.schedule = completed(schedule, all_routes(records), members).lower();
+  VerifyOptions rules;
+  rules.links.max_pending = options.max_pending;
+  verify(known.schedule, rules).raise_if_invalid();
+  if (options.deterministic) {
+    check_backward_order(known.schedule);
   }
-  TORCH_SM3_CHECK_VALUE(
-      whole.routes == routes,
-      "PipelineRunner",
-      "schedule",
-      c10::str("the ", routes.size(), " routes of the stages"),
-      c10::str(whole.routes.size(), " others"));
-  return whole.lower();
+  known.ties = numbered(std::move(members), known.schedule.ties);
+  if (RankProgram(known.schedule, static_cast<uint32_t>(rank)).trains()) {
+    add_collectives(&known, rank);
+  }
+  return known;
 }
 
 } // namespace torch_sm3::pipeline

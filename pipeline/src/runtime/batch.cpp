@@ -5,17 +5,15 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <numeric>
 
 namespace torch_sm3::pipeline {
+namespace {
 
-CutValue
-cut(const c10::IValue& value,
-    int64_t parts,
-    int64_t dim,
-    const std::string& argument) {
-  const Packed whole = pack(value, argument + " to hold");
+// Samples of the tensors of a value, -1 without tensors.
+int64_t size_of(const Packed& whole, int64_t dim, const std::string& argument) {
   int64_t size = -1;
   for (const at::Tensor& tensor : whole.tensors) {
     TORCH_CHECK_VALUE(
@@ -38,6 +36,18 @@ cut(const c10::IValue& value,
         "')");
     size = tensor.size(dim);
   }
+  return size;
+}
+
+} // namespace
+
+CutValue
+cut(const c10::IValue& value,
+    int64_t parts,
+    int64_t dim,
+    const std::string& argument) {
+  const Packed whole = pack(value, argument + " to hold");
+  const int64_t size = size_of(whole, dim, argument);
   TORCH_CHECK_VALUE(
       size < 0 || size >= parts,
       "step: expected a batch of at least ",
@@ -66,7 +76,7 @@ std::vector<double>
 loss_weights(LossReduction reduction, const std::vector<int64_t>& sizes) {
   const auto m = static_cast<double>(sizes.size());
   if (reduction != LossReduction::kSamples) {
-    const double each = reduction == LossReduction::kSum ? 1.0 : 1.0 / m;
+    const double each = reduction == LossReduction::kMean ? 1.0 / m : 1.0;
     return std::vector<double>(sizes.size(), each);
   }
   const auto total = static_cast<double>(
@@ -82,15 +92,83 @@ loss_weights(LossReduction reduction, const std::vector<int64_t>& sizes) {
   return weights;
 }
 
-std::pair<at::Tensor, at::Tensor> reduced(const Batch& batch) {
+int64_t
+samples_of(const c10::IValue& value, int64_t dim, const std::string& argument) {
+  const int64_t size =
+      size_of(pack(value, argument + " to hold"), dim, argument);
+  TORCH_CHECK_VALUE(
+      size >= 0,
+      "step: expected tensors to count the samples of, but got none (argument "
+      "'",
+      argument,
+      "')");
+  return size;
+}
+
+at::Tensor
+take_loss(LossReduction reduction, const c10::IValue& result, Batch* batch) {
+  c10::IValue loss = result;
+  if (reduction == LossReduction::kTokens) {
+    const bool several = result.isTuple() || result.isList();
+    const auto fields = result.isTuple() ? result.toTupleRef().elements().vec()
+                        : several        ? result.toListRef().vec()
+                                         : std::vector<c10::IValue>();
+    const bool fits =
+        (fields.size() == 2 || fields.size() == 3) &&
+        (fields[1].isScalar() ||
+         (fields[1].isTensor() && fields[1].toTensor().numel() == 1)) &&
+        (fields.size() == 2 || fields[2].isGenericDict());
+    TORCH_CHECK_TYPE(
+        fits,
+        "PipelineRunner: expected the loss to return (sum, count) or (sum, "
+        "count, metrics) for loss_reduction 'tokens', but got ",
+        result.tagKind(),
+        several ? c10::str(" of ", fields.size()) : "");
+    batch->counts.push_back(
+        fields[1].isTensor() ? fields[1].toTensor().item<double>()
+                             : fields[1].toScalar().toDouble());
+    if (fields.size() == 3) {
+      Packed metrics = pack(fields[2], "the loss to return");
+      for (at::Tensor& tensor : metrics.tensors) {
+        tensor = tensor.detach();
+      }
+      batch->metrics.push_back(unpack(metrics));
+    }
+    loss = fields[0];
+  }
+  const bool scalar = loss.isTensor() && loss.toTensor().defined() &&
+                      loss.toTensor().dim() == 0;
+  TORCH_CHECK_TYPE(
+      scalar,
+      "PipelineRunner: expected the loss to be a scalar tensor, but got ",
+      loss.isTensor() && loss.toTensor().defined()
+          ? c10::str("shape ", loss.toTensor().sizes())
+          : loss.tagKind());
+  // A copy: torch may give a scalar the storage of what it was made of.
+  batch->losses.push_back(loss.toTensor().detach().clone());
+  return loss.toTensor();
+}
+
+std::optional<double> divisor(LossReduction reduction, const Batch& batch) {
+  if (reduction != LossReduction::kTokens || batch.losses.empty()) {
+    return std::nullopt;
+  }
+  return std::accumulate(batch.counts.begin(), batch.counts.end(), 0.0);
+}
+
+std::pair<at::Tensor, at::Tensor>
+reduced(const Batch& batch, const std::optional<double>& total) {
   if (batch.losses.empty()) {
     return {};
   }
-  at::Tensor total = at::zeros({}, batch.losses.front().options());
+  at::Tensor sum = at::zeros({}, batch.losses.front().options());
   for (size_t i = 0; i < batch.losses.size(); ++i) {
-    total = total + batch.losses[i] * batch.weights[i];
+    sum = sum + batch.losses[i] * batch.weights[i];
   }
-  return {total, at::stack(batch.losses)};
+  if (total) {
+    sum = *total == 0 ? at::zeros_like(sum) : sum / *total;
+  }
+  return {sum, at::stack(batch.losses)};
 }
 
 } // namespace torch_sm3::pipeline

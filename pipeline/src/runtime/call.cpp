@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the C++ runner does when a stage or the loss is due.
+#include <runtime/random.h>
 #include <runtime/runner_impl.h>
 
 #include <algorithm>
@@ -30,20 +31,27 @@ c10::IValue detached(const c10::IValue& value) {
 } // namespace
 
 std::vector<Packed> PipelineRunner::Impl::call(
-    const Machine& machine,
+    Machine& machine,
     const Request& request,
     Batch& batch) {
   const RankProgram& program = machine.program();
   const Action action = program.row()[request.index];
-  const Stage& body = stage(action.stage);
-  Stage::Keywords keywords;
-  const size_t routed = action.stage > 0 ? 1 : 0;
-  for (size_t k = routed; k < request.values.size(); ++k) {
-    for (const auto& entry : unpack(request.values[k]).toGenericDict()) {
-      keywords[entry.key().toStringRef()] = entry.value();
-    }
+  if (action.op != Op::kForward) {
+    gradients_->collective(action, request.failed);
+    return {};
   }
-  const c10::IValue output = body(arguments(action, request, batch), keywords);
+  const Stage& body = stage(action.stage);
+  std::optional<KeptGenerators> generators;
+  if (options_.deterministic) {
+    generators.emplace(gradients_->parameters());
+    generators->seed(seed_of(
+        {options_.seed,
+         steps_,
+         action.stage,
+         action.microbatch,
+         &machine != step_.get()}));
+  }
+  const c10::IValue output = run(machine, body, request, batch);
   if (!program.is_last(action.stage)) {
     return parts(program, body, output);
   }
@@ -53,14 +61,32 @@ std::vector<Packed> PipelineRunner::Impl::call(
   if (batch.targets.empty()) {
     return {{"N", {}}};
   }
-  const at::Tensor loss =
-      options_.loss(output, batch.targets[action.microbatch]);
-  TORCH_CHECK_TYPE(
-      loss.defined() && loss.dim() == 0,
-      "PipelineRunner: expected the loss to be a scalar tensor, but got shape ",
-      loss.sizes());
-  batch.losses.push_back(loss.detach());
-  return {{"t", {loss}}};
+  return {
+      {"t",
+       {take_loss(
+           options_.loss_reduction,
+           options_.loss(output, batch.targets[action.microbatch]),
+           &batch)}}};
+}
+
+// Calls the stage: its forward, or that and the backward beside it.
+c10::IValue PipelineRunner::Impl::run(
+    Machine& machine,
+    const Stage& body,
+    const Request& request,
+    const Batch& batch) const {
+  const Action action = machine.program().row()[request.index];
+  Stage::Keywords keywords;
+  const size_t routed = action.stage > 0 ? 1 : 0;
+  for (size_t k = routed; k < request.values.size(); ++k) {
+    for (const auto& entry : unpack(request.values[k]).toGenericDict()) {
+      keywords[entry.key().toStringRef()] = entry.value();
+    }
+  }
+  const auto before = arguments(action, request, batch);
+  return request.kind == Request::Kind::kPair
+             ? body(before, keywords, [&machine] { machine.overlap(); })
+             : body(before, keywords);
 }
 
 std::vector<c10::IValue> PipelineRunner::Impl::arguments(

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stages of functions, scripted modules and torch::nn modules.
 #include <torch_sm3/check.h>
-#include <torch_sm3/pipeline/runtime.h>
+#include <torch_sm3/pipeline/stage.h>
 
 #include <torch/csrc/jit/api/module.h>
 #include <torch/nn/modules/container/any.h>
 
+#include <algorithm>
 #include <tuple>
 #include <utility>
 
@@ -159,6 +160,43 @@ Stage& Stage::route(std::string name, int64_t target) {
       target);
   routes_[std::move(name)] = target;
   return *this;
+}
+
+Stage& Stage::split(Split split) {
+  split_ = split;
+  return *this;
+}
+
+Stage& Stage::tie(std::string name, const at::Tensor& weight) {
+  const bool known = std::any_of(
+      parameters_.begin(), parameters_.end(), [&](const at::Tensor& own) {
+        return own.is_same(weight);
+      });
+  TORCH_SM3_CHECK_VALUE(
+      known,
+      "Stage",
+      "weight",
+      "one of the stage's parameters",
+      "another tensor");
+  ties_.emplace_back(std::move(name), weight);
+  return *this;
+}
+
+Stage& Stage::reduce(bool reduce) {
+  reduce_ = reduce;
+  return *this;
+}
+
+Stage& Stage::overlap(Overlap overlap) {
+  overlap_ = std::move(overlap);
+  return *this;
+}
+
+c10::IValue Stage::operator()(
+    std::vector<c10::IValue> arguments,
+    const Keywords& keywords,
+    const std::function<void()>& backward) const {
+  return overlap_(in_a_row(std::move(arguments), keywords), backward);
 }
 
 } // namespace torch_sm3::pipeline

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -235,11 +239,107 @@ def test_a_failed_step_says_the_same_on_all_ranks() -> None:
     assert first == second
 
 
+class TokenLoss(nn.Module):
+    """Sum over those samples whose target is positive, and their number."""
+
+    def forward(
+        self, output: torch.Tensor, target: torch.Tensor
+    ) -> tuple[torch.Tensor, int]:
+        counts = (target > 0).to(output.dtype)
+        loss = ((output - target).square() * counts).sum()
+        return loss, int(counts.sum().item())
+
+
+class Plain(nn.Module):
+    """One layer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(torch.tanh(self.linear(x)), 0.0)
+
+
+@two_ranks
+def tied_tokens(rank: int, ranks: int) -> bool:
+    torch.manual_seed(6)
+    x, y = torch.randn(7, WIDTH), torch.randn(7, WIDTH)
+    shared, loss = Plain(0), TokenLoss()
+    total, count = torch.zeros(()), 0
+    for a, b in zip(x.tensor_split(M), y.tensor_split(M), strict=True):
+        part, number = loss(shared(shared(a)), b)
+        total, count = total + part, count + number
+    (total / count).backward()
+    schedule = torch.classes.torch_sm3.PipelineSchedule("zb_h1", 2, 1, M)
+    group = dist.new_group(backend="gloo").boxed()
+    runner = torch.classes.torch_sm3.PipelineRunner(
+        schedule, group, loss_reduction="tokens", deterministic=True, seed=3
+    )
+    own = Plain(rank)
+    runner.add_stage(rank, torch.jit.script(own), split=("auto", "always")[rank])
+    with pytest.raises(ValueError, match="a parameter's name, but got 'bias'"):
+        runner.add_tie(rank, "bias", "w")
+    for name in ("weight", "bias"):
+        runner.add_tie(rank, f"linear.{name}", name)
+    runner.set_loss(torch.jit.script(loss))
+    got, _ = runner.step([x], y)
+    runner.close()
+    good = torch.allclose(got, total / count)
+    for mine, other in zip(own.parameters(), shared.parameters(), strict=True):
+        good &= torch.equal(mine, other) and torch.allclose(mine.grad, other.grad)
+    with pytest.raises(RuntimeError, match="no backward of a loss that step returned"):
+        got.backward()
+    return good
+
+
+def test_tokens_and_tied_weights() -> None:
+    assert two_ranks.answers(tied_tokens) == [True, True]
+
+
+@two_ranks
+def interrupted(rank: int, ranks: int) -> str:
+    """Ctrl-C while rank 0 waits in the library for a rank that comes late."""
+    own = modules()
+    runner = runner_of({rank: own[rank]}, plan("1f1b", 2, M).text)
+    x, y = batch()
+    runner.eval([x], y)
+    text = ""
+    if rank == 0:
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        # Python serves the signal once the library has told all ranks.
+        with pytest.raises(KeyboardInterrupt):
+            try:
+                runner.step([x], y)
+            except RuntimeError as error:
+                text = str(error)
+            while True:
+                time.sleep(0.01)
+    else:
+        time.sleep(1.5)
+        with pytest.raises(RuntimeError) as info:
+            runner.step([x], y)
+        text = str(info.value)
+    assert all(p.grad is None for p in own[rank].parameters())
+    loss, _ = runner.step([x], y)
+    assert torch.allclose(loss, torch.stack(one_loop(modules())).mean())
+    runner.close()
+    return text.partition("\n")[0]
+
+
+def test_ctrl_c_in_a_wait_reaches_all_ranks() -> None:
+    first, second = two_ranks.answers(interrupted)
+    assert "rank 0 at 0B0: KeyboardInterrupt: interrupted" in second
+    assert first in ("", second)
+
+
 def test_wrong_arguments_are_named() -> None:
     schedule = torch.classes.torch_sm3.PipelineSchedule("none", 1, 1, 2)
     with pytest.raises(TypeError, match="expected a PipelineSchedule, but got String"):
         torch.classes.torch_sm3.PipelineRunner("none", None)
-    with pytest.raises(ValueError, match=r"loss_reduction in \{mean, samples, sum\}"):
+    with pytest.raises(ValueError, match=r"loss_reduction in \{mean, .*, tokens\}"):
         torch.classes.torch_sm3.PipelineRunner(schedule, None, "median")
     runner = torch.classes.torch_sm3.PipelineRunner(schedule, None)
     with pytest.raises(TypeError, match="expected a scripted module, but got"):

@@ -14,11 +14,12 @@
 ///     plan({"1f1b", 2, 8}), group, {Stage(group->getRank(), module)},
 ///     options);
 /// StepResult result = runner.step({inputs}, targets);
-/// optimizer.step();
+/// runner.optimizer_step(optimizer, /*max_norm=*/1.0);
 /// \endcode
 
 #include <torch_sm3/export.h>
 #include <torch_sm3/pipeline/schedule.h>
+#include <torch_sm3/pipeline/stage.h>
 #include <torch_sm3/pipeline/transport.h>
 
 #include <ATen/core/Tensor.h>
@@ -28,92 +29,45 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
-namespace torch::nn {
-class AnyModule;
+namespace torch::optim {
+class Optimizer;
 }
-namespace torch::jit {
-struct Module;
+namespace c10d {
+class CommHookInterface;
 }
 
 namespace torch_sm3::pipeline {
-
-/// One part of a model and its place in the pipeline.
-///
-/// The first stage is called with the inputs of the step, every other with the
-/// value of the stage before: the items of a tuple or list are an argument
-/// each.
-class TORCH_SM3_API Stage {
- public:
-  /// Arguments by position, then those by name (of the routes to the stage).
-  using Keywords = std::map<std::string, c10::IValue>;
-  using Body = std::function<c10::IValue(std::vector<c10::IValue>)>;
-
-  /// \param index      number of the stage, from 0
-  /// \param body       any function; what a route brings comes after the other
-  ///                   arguments, in the order of its names
-  /// \param parameters weights whose gradients a failed step drops
-  Stage(int64_t index, Body body, std::vector<at::Tensor> parameters = {});
-
-  /// \param index  number of the stage, from 0
-  /// \param module a scripted module; it takes what a route brings by name
-  Stage(int64_t index, const torch::jit::Module& module);
-
-  /// \param index  number of the stage, from 0
-  /// \param module takes at most eight tensors, integers, floats or booleans
-  /// and
-  ///               returns a tensor, or a pair, triple or vector of tensors;
-  ///               what a route brings comes after the other arguments
-  Stage(int64_t index, const torch::nn::AnyModule& module);
-
-  /// Sends the item `name` of the stage's dict output to a later stage, as its
-  /// argument of that name, and not with the others to the next stage.
-  ///
-  /// \param name   key of the dict
-  /// \param target a later stage
-  Stage& route(std::string name, int64_t target);
-
-  int64_t index() const {
-    return index_;
-  }
-  const std::map<std::string, int64_t>& routes() const {
-    return routes_;
-  }
-  const std::vector<at::Tensor>& parameters() const {
-    return parameters_;
-  }
-  c10::IValue operator()(
-      std::vector<c10::IValue> arguments,
-      const Keywords& keywords) const {
-    return call_(std::move(arguments), keywords);
-  }
-
- private:
-  using Call =
-      std::function<c10::IValue(std::vector<c10::IValue>, const Keywords&)>;
-
-  int64_t index_;
-  Call call_;
-  std::vector<at::Tensor> parameters_;
-  std::map<std::string, int64_t> routes_;
-};
 
 /// How the losses of the microbatches make the loss of the step.
 enum class LossReduction {
   kMean,    ///< each microbatch counts 1/m
   kSamples, ///< each sample counts alike: the mean over the whole batch
-  kSum,
+  kSum,     ///< added up
+  kTokens, ///< each token counts alike: the sum over all, divided once by their
+           ///< number in all microbatches and replicas; 0 tokens give zeros
 };
 
-/// Settings of a PipelineRunner; equal on all ranks but for `loss`.
+/// How gradients are combined over data-parallel replicas, once per step.
+enum class Reduce {
+  kMean,
+  kSum,
+  kAdasum,
+  kNone,
+};
+
+/// Settings of a PipelineRunner; equal on all ranks but for functions and
+/// groups.
 struct RunnerOptions {
-  /// Loss of the last stage, a scalar: of its output and of the target. Only
-  /// the rank of the last stage needs it.
-  std::function<at::Tensor(const c10::IValue&, const c10::IValue&)> loss;
+  /// Loss of the last stage, of its output and of the target: a scalar tensor,
+  /// or for kTokens a tuple of the sum over the tokens, their number and, if it
+  /// likes, a dict of metrics. Only the rank of the last stage needs it.
+  std::function<c10::IValue(const c10::IValue&, const c10::IValue&)> loss;
   LossReduction loss_reduction = LossReduction::kMean;
   /// Dimension along which batches are cut.
   int64_t batch_dim = 0;
@@ -123,18 +77,46 @@ struct RunnerOptions {
   int64_t max_pending = 2;
   /// See TransportOptions.
   std::map<std::pair<int64_t, int64_t>, double> link_delay;
+  /// The ranks that hold the same stages of other replicas, over Gloo; used by
+  /// nothing else while the runner lives; null for none.
+  c10::intrusive_ptr<c10d::ProcessGroup> data_parallel;
+  /// How gradients are combined over `data_parallel`.
+  Reduce reduce = Reduce::kMean;
+  /// Combines them instead, bucket by bucket of a stage, as in a c10d::Reducer.
+  std::shared_ptr<c10d::CommHookInterface> hook;
+  /// Whether the random numbers of a forward depend on `seed`, step, stage and
+  /// microbatch only, whatever the schedule and the ranks.
+  bool deterministic = false;
+  /// See `deterministic`.
+  uint64_t seed = 0;
+  /// Whether all ranks learn the losses, not only that of the last stage.
+  bool share_loss = true;
 };
 
 /// What a step or an eval gave.
 struct StepResult {
   /// After the reduction, of equal bits on every rank; undefined without a
-  /// loss.
+  /// loss. Its backward has run already; another one says so.
   at::Tensor loss;
   /// Of each microbatch, on every rank; undefined without a loss.
   at::Tensor losses;
   /// The last stage's output for each microbatch, detached, on its rank and if
   /// asked for; otherwise empty.
   std::vector<c10::IValue> outputs;
+  /// Number of tokens in all microbatches and replicas, with kTokens.
+  std::optional<int64_t> tokens;
+  /// Dicts that the loss returned, with kTokens.
+  std::vector<c10::IValue> metrics;
+};
+
+/// What became of an optimizer step.
+struct OptimResult {
+  /// Whether it was applied, on all ranks; otherwise a gradient was infinite or
+  /// NaN on one of them.
+  bool applied = true;
+  /// Norm of the gradients of all stages before they were clipped, with
+  /// `max_norm`.
+  std::optional<double> grad_norm;
 };
 
 /// Says on every rank, in equal words, which rank failed in a step, where and
@@ -199,6 +181,17 @@ class TORCH_SM3_API PipelineRunner {
       const c10::IValue& target,
       bool return_outputs = false);
 
+  /// Runs forward and backward of microbatches of any shapes.
+  ///
+  /// \param microbatches   arguments of the first stage, for each microbatch
+  /// \param targets        second argument of the loss, for each microbatch
+  /// \param return_outputs keep the last stage's outputs
+  /// \throws PipelineError as `step`
+  StepResult step_microbatches(
+      const std::vector<std::vector<c10::IValue>>& microbatches,
+      const std::vector<c10::IValue>& targets,
+      bool return_outputs = false);
+
   /// Runs the forwards of one batch without gradients.
   ///
   /// \param inputs         as for `step`
@@ -211,12 +204,53 @@ class TORCH_SM3_API PipelineRunner {
       const c10::IValue& target = {},
       bool return_outputs = false);
 
-  /// Ends the links and lets the group go. Idempotent.
+  /// Runs the forwards of microbatches of any shapes without gradients.
+  ///
+  /// \param microbatches   as for `step_microbatches`, of any number, which is
+  ///                       that on the rank of the first stage
+  /// \param targets        as for `step_microbatches`; none for no loss
+  /// \param return_outputs keep the last stage's outputs
+  /// \throws PipelineError as `eval`
+  StepResult eval_microbatches(
+      const std::vector<std::vector<c10::IValue>>& microbatches,
+      const std::vector<c10::IValue>& targets = {},
+      bool return_outputs = false);
+
+  /// Steps the optimizers of all ranks as one. Collective.
+  ///
+  /// With `max_norm` the gradients of all stages, a tied weight counted once,
+  /// are scaled down together to that norm, and all ranks skip the step if it
+  /// is not finite.
+  ///
+  /// \param optimizer of this rank's parameters
+  /// \param max_norm  largest norm of all gradients, nothing for any
+  /// \throws PipelineError on every rank if the optimizer of any fails
+  OptimResult optimizer_step(
+      torch::optim::Optimizer& optimizer,
+      std::optional<double> max_norm = std::nullopt);
+
+  /// Makes the gradients of this rank's stages undefined; `step` never does.
+  void zero_grad();
+
+  /// Steps that went well; random numbers of a deterministic run depend on it.
+  uint64_t steps() const;
+  /// Goes on where another run stopped.
+  ///
+  /// \param steps what `steps` returned there
+  void set_steps(uint64_t steps);
+
+  /// Ends the links and lets the groups go. Idempotent.
   void close();
 
  private:
   class Impl;
   std::unique_ptr<Impl> impl_;
 };
+
+/// Makes the step, eval or optimizer step at work in this process fail on all
+/// ranks, with `KeyboardInterrupt` as its error type, as soon as it waits or
+/// has a stage to call; a second call does not even wait for other ranks, and
+/// ends the links for good. For signal handlers too.
+TORCH_SM3_API void interrupt() noexcept;
 
 } // namespace torch_sm3::pipeline
