@@ -49,7 +49,7 @@ std::vector<Stage> layers(
   std::vector<Stage> own;
   for (uint32_t stage = 0; stage < schedule.stages; ++stage) {
     if (schedule.placement[stage] == static_cast<uint32_t>(rank)) {
-      const at::Tensor weight = weights[stage];
+      const at::Tensor& weight = weights[stage];
       own.emplace_back(
           stage,
           [weight](const std::vector<c10::IValue>& x) {
@@ -188,7 +188,7 @@ TEST(PipelineTraining, TiedWeightsStayOne) {
           PipelineRunner runner(schedule, group, stages, options());
           runner.step({batch.first}, batch.second);
           for (const Stage& stage : stages) {
-            const at::Tensor weight = own[stage.index()];
+            const at::Tensor& weight = own[stage.index()];
             EXPECT_TRUE(at::equal(weight, expected[stage.index()]));
             EXPECT_TRUE(
                 at::allclose(weight.grad(), expected[stage.index()].grad()));
@@ -249,8 +249,8 @@ TEST(PipelineTraining, ReplicasAreReducedOncePerStep) {
   const Pair batch = make_batch(8 * kParts);
   const auto half = [&](int replica) {
     return Pair{
-        batch.first.narrow(0, replica * 4 * kParts, 4 * kParts),
-        batch.second.narrow(0, replica * 4 * kParts, 4 * kParts)};
+        batch.first.narrow(0, 4 * kParts * replica, 4 * kParts),
+        batch.second.narrow(0, 4 * kParts * replica, 4 * kParts)};
   };
   std::vector<Model> alone{Model(2), Model(2)};
   alone[0].train(half(0), kParts);

@@ -225,7 +225,8 @@ def test_traces_of_ranks_with_other_clocks_come_together(
         thread.join()
     assert [trace is not None for trace in found] == [True] + [everywhere] * 2
     trace = found[0]
-    assert trace.errors[0] == 0 and all(error > 0 for error in trace.errors[1:])
+    hub = reference.schedule.placement[-1]
+    assert [error > 0 for error in trace.errors] == [rank != hub for rank in range(3)]
     for rank in range(ranks):
         own, wanted = trace.steps[rank][0], reference.steps[rank][0]
         for got, said in zip(own.begin, wanted.begin, strict=True):
