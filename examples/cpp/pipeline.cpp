@@ -36,7 +36,7 @@ constexpr int kSteps = 200;
 
 int setting(const char* name, int otherwise) {
   const char* text = std::getenv(name);
-  return text == nullptr ? otherwise : std::atoi(text);
+  return text == nullptr ? otherwise : std::stoi(text);
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> make_group(int rank, int ranks) {
