@@ -99,6 +99,11 @@ def verify(
         >>> report.valid, report.rule
         (False, 'counts')
     """
+    if memory is None and memory_limit is not None:
+        raise ValueError(
+            "verify: expected bytes beside a memory limit, but got None "
+            "(argument 'memory')"
+        )
     return Report(
         *checked(
             lambda: schedule.native.verify(

@@ -58,6 +58,7 @@ void check_stage(const Checker& check, const StageCosts& costs) {
   check.cost(costs.forward, "forward");
   check.cost(costs.input, "input");
   check.cost(costs.weight, "weight");
+  check.cost(costs.recompute, "recompute");
   check.cost(costs.backward.value_or(0), "backward");
   check.cost(costs.pair.value_or(0), "pair");
   check.cost(costs.reduce, "reduce");

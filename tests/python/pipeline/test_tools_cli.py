@@ -258,6 +258,7 @@ def test_plot_predicts_a_trace_with_the_costs_it_is_given(tmp_path: Path) -> Non
         ["verify", "missing.csv"],
         ["verify", "{zbv}", "--links", "slow"],
         ["verify", "{zbv}", "--max-pending", "0"],
+        ["verify", "{zbv}", "--memory-limit", "8"],
         ["simulate", "{zbv}", "--costs", "missing.json"],
         ["plot", "{zbv}"],
         ["plot", "{zbv}", "-o", "s.pdf"],
