@@ -138,8 +138,13 @@ TEST(PlannerLimits, WrongLimitsAreNamed) {
   EXPECT_NE(
       wrong(options).find("(argument 'memory_limit')"), std::string::npos);
   options.memory_limit = {1};
-  options.costs.reset();
-  EXPECT_NE(wrong(options).find("(argument 'costs')"), std::string::npos);
+  for (const auto& costs : {std::optional<Costs>(), std::optional(Costs{})}) {
+    options.costs = costs;
+    EXPECT_EQ(
+        wrong(options),
+        "plan: expected costs in bytes beside a memory limit, but got none "
+        "(argument 'costs')");
+  }
 }
 
 TEST(PlannerLimits, OneRankAloneStillEqualsItsRow) {

@@ -126,7 +126,7 @@ class Costs:
         try:
             given = json.loads(text)
         except json.JSONDecodeError as error:
-            _fail("JSON", f"{text[:40]!r}: {error}", "text")
+            _fail(f"JSON ({error})", text[:40], "text")
         known = {field.name for field in fields(cls)}
         if not isinstance(given, dict) or not known.issuperset(given):
             unknown = sorted(set(given) - known) if isinstance(given, dict) else given

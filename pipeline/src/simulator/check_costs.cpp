@@ -112,6 +112,18 @@ void check_costs(const char* op, const Schedule& schedule, const Costs& costs) {
   check.cost(costs.jitter, "jitter");
 }
 
+bool has_bytes(const Costs& costs) {
+  const auto any = [](const StageCosts& of) {
+    return of.activation_bytes != 0 || of.released_at_input != 0 ||
+           of.boundary_bytes != 0 || of.transient_bytes != 0 ||
+           of.static_bytes != 0;
+  };
+  const std::vector<double>& routes = costs.route_bytes;
+  return std::any_of(costs.stages.begin(), costs.stages.end(), any) ||
+         std::any_of(
+             routes.begin(), routes.end(), [](double of) { return of != 0; });
+}
+
 void check_links(const char* op, LinkModel links) {
   if (links.links == Links::kRendezvous && links.max_pending < 1) {
     Checker(op).fail(

@@ -117,7 +117,8 @@ def test_live_bytes_are_those_of_each_action() -> None:
             {"memory": Costs(activation_bytes=1), "memory_limit": [1, 2, 3]},
             "(argument 'memory_limit')",
         ),
-        ({"memory_limit": 4}, "expected bytes beside a memory limit, but got None"),
+        ({"memory_limit": 4}, "expected bytes beside a memory limit, but got none"),
+        ({"memory_limit": 4, "memory": Costs()}, "but got none (argument 'memory')"),
     ],
 )
 def test_wrong_options_are_no_schedule_errors(options: dict, message: str) -> None:
