@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The verifier's count of bytes, and its options.
+#include <torch_sm3/pipeline/planner.h>
+#include <torch_sm3/pipeline/simulator.h>
 #include <torch_sm3/pipeline/verifier.h>
 
 #include <gtest/gtest.h>
@@ -78,6 +80,16 @@ TEST(VerifierMemory, InputGradientsMayKeepMoreThanTheyLetGoOf) {
 }
 
 // The output goes with the activation or with its message, whichever is last.
+TEST(VerifierMemory, WhatOnlyInputGradientsKeepCountsToo) {
+  VerifyOptions options;
+  options.costs.stages[0].released_at_input = -50;
+  const Schedule alone = plan({"zb_h1", 1, 3});
+  EXPECT_EQ(
+      verify(alone, options).peak_bytes,
+      simulate(alone, options.costs).peak_bytes);
+  EXPECT_EQ(verify(alone, options).peak_bytes, std::vector<double>{50});
+}
+
 TEST(VerifierMemory, SharedOutputsCountOnce) {
   Costs costs;
   costs.stages[0].activation_bytes = 100;
@@ -112,6 +124,8 @@ TEST(VerifierMemory, WrongOptionsAreNamed) {
       message(options),
       "verify: expected max_pending >= 1, but got 0 (argument 'max_pending')");
   options = {};
+  options.memory_limit = {1};
+  EXPECT_NE(message(options).find("but got none (argument"), std::string::npos);
   options.memory_limit = {1, 2, 3};
   EXPECT_NE(message(options).find("'memory_limit'"), std::string::npos);
   options = {};

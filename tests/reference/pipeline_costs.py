@@ -14,7 +14,8 @@ class Costs:
     forward: Any = 1.0
     input: Any = 1.0
     weight: Any = 1.0
-    backward: Any = None  # input + weight
+    recompute: Any = 0.0
+    backward: Any = None  # recompute + input + weight
     pair: Any = None  # of the stage that runs F; None is unfused
     reduce: Any = 0.0
     optimizer: Any = 0.0

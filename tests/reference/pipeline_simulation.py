@@ -234,8 +234,9 @@ class Simulator(Program):
         if op in ("F", "B", "I", "W"):
             cost = {"F": c.forward, "I": c.input, "W": c.weight, "B": c.backward}[op]
             cost = c.pair if self.fused(r, k) else cost
-            both = per(c.input, s) + per(c.weight, s)
-            cost = both if cost is None else per(cost, s)
+            again = per(c.recompute, s) + per(c.input, s)
+            cost = again + per(c.weight, s) if cost is None else per(cost, s)
+            cost = again if op == "I" else cost
             return cost / speed * jitter_of(c, op, s, i)
         own = [stage for stage, rank in enumerate(self.placement) if rank == r]
         return {

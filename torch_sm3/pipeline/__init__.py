@@ -48,3 +48,8 @@ __all__ = [
     "simulate",
     "verify",
 ]
+
+# Tracebacks and pickles call the errors by their public names.
+for _error in (ScheduleError, PipelineError, ProtocolError):
+    _error.__module__ = __name__
+del _error

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -27,7 +28,7 @@ from torch_sm3.pipeline._command import (
 from torch_sm3.pipeline._printing import about, candidates, headline, print_json, table
 from torch_sm3.pipeline.planner import kinds, plan
 from torch_sm3.pipeline.plot import plot
-from torch_sm3.pipeline.schedule import ScheduleError
+from torch_sm3.pipeline.schedule import Schedule, ScheduleError
 from torch_sm3.pipeline.simulator import Simulation, simulate, verify
 from torch_sm3.pipeline.trace import Trace
 
@@ -35,20 +36,11 @@ _GOOD, _INVALID = 0, 1
 
 
 def _plan(options: argparse.Namespace) -> int:
-    schedule = plan(
-        options.kind,
-        options.ranks,
-        options.microbatches,
-        chunks=options.chunks,
-        group_size=options.group_size,
-        costs=costs_from(options),
-        link_cost=options.link_cost,
-        memory_limit=options.memory_limit,
-        split=options.split,
-        via=options.via,
-        warmup=options.warmup,
-        rank=options.rank,
-    )
+    with warnings.catch_warnings(record=True) as advice:
+        warnings.simplefilter("always")
+        schedule = _planned(options)
+    for warning in advice:
+        print(f"warning: {warning.message}", file=sys.stderr)
     found = schedule.alternatives
     if options.lower:
         schedule = schedule.lower()
@@ -65,6 +57,23 @@ def _plan(options: argparse.Namespace) -> int:
     if options.output is None:
         print(schedule.text, end="")
     return _GOOD
+
+
+def _planned(options: argparse.Namespace) -> Schedule:
+    return plan(
+        options.kind,
+        options.ranks,
+        options.microbatches,
+        chunks=options.chunks,
+        group_size=options.group_size,
+        costs=costs_from(options),
+        link_cost=options.link_cost,
+        memory_limit=options.memory_limit,
+        split=options.split,
+        via=options.via,
+        warmup=options.warmup,
+        rank=options.rank,
+    )
 
 
 def _verify(options: argparse.Namespace) -> int:

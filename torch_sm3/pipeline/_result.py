@@ -25,6 +25,14 @@ class StepResult:
             ``loss_reduction`` is ``tokens``.
         metrics: the dicts that ``loss_fn`` returned, one for each microbatch, wherever
             ``loss`` is; None if it returned none.
+
+    Example::
+
+        >>> import torch
+        >>> from torch_sm3.pipeline import StepResult
+        >>> losses = torch.tensor([1.0, 3.0])
+        >>> StepResult(losses.mean(), losses, outputs=None).loss
+        tensor(2.)
     """
 
     loss: torch.Tensor | None

@@ -27,11 +27,13 @@ class Costs:
 
     Args:
         F: forward.
-        I: gradients of the inputs, recomputation included.
+        I: gradients of the inputs.
         W: gradients of the weights.
-        B: full backward; I + W if None.
+        B: full backward; recompute + I + W if None.
         pair: a pair ``(F;B)OVERLAP_F_B`` in one call, by the stage of its F; if None
             the two run one after the other.
+        recompute: what a backward computes once more before its gradients; adds to I
+            but not to a B or pair that is given.
         reduce: REDUCE_GRAD.
         optimizer: share of OPTIM.
         activation_bytes: kept from F to B or W.
@@ -70,6 +72,7 @@ class Costs:
     W: Cost = 1.0
     B: Cost | None = None
     pair: Cost | None = None
+    recompute: Cost = 0.0
     reduce: Cost = 0.0
     optimizer: Cost = 0.0
     activation_bytes: Cost = 0.0
@@ -120,7 +123,10 @@ class Costs:
         Raises:
             ValueError: if it is anything else.
         """
-        given = json.loads(text)
+        try:
+            given = json.loads(text)
+        except json.JSONDecodeError as error:
+            _fail(f"JSON ({error})", text[:40], "text")
         known = {field.name for field in fields(cls)}
         if not isinstance(given, dict) or not known.issuperset(given):
             unknown = sorted(set(given) - known) if isinstance(given, dict) else given

@@ -51,6 +51,16 @@ class StepReport:
         hints: what could be done, in words.
         snapshots: for each rank the bytes of its last snapshot for post-validation, and
             what they would be with the state of Adam; empty without post-validation.
+
+    Example::
+
+        >>> from torch_sm3.pipeline.report import Figures, StepReport
+        >>> rank = Figures(busy=0.003, bubble=0.001, waiting=0.001, peak_bytes=2048)
+        >>> report = StepReport("none", 0.004, 0.0039, [rank], [rank], [0.003], 0, [])
+        >>> str(report).splitlines()[0]
+        'none: 4.00 ms measured, 3.90 ms predicted'
+        >>> report.to_dict()["measured"][0]["busy"]
+        0.003
     """
 
     kind: str

@@ -83,6 +83,9 @@ class PipelineRunner(Records):
         >>> result = runner.step(x, target=y)
         >>> whole = torch.nn.functional.mse_loss(stage.module(x), y)
         >>> torch.testing.assert_close(result.loss, whole, check_stride=False)
+        >>> runner.zero_grad()
+        >>> stage.module.weight.grad is None
+        True
         >>> runner.close()
 
     1F1B: Narayanan et al., 2021, https://arxiv.org/abs/2104.04473.

@@ -219,7 +219,7 @@ def simulate(
 
     Raises:
         ValueError: naming the argument that is wrong.
-        ScheduleError: if the schedule cannot run to its end.
+        ScheduleError: if the schedule cannot run to its end, with a grid.
 
     Example::
 
@@ -227,13 +227,21 @@ def simulate(
         >>> simulate(plan("1f1b", 4, 8), Costs(F=1, I=1, W=1)).makespan
         33.0
     """
-    lowered = schedule.lower()
+    lowered = _lowered(schedule)
     arguments = (_values(costs), *_links("simulate", links, max_pending))
     found = checked(lambda: lowered.native.simulate(*arguments, False))
     makespan, busy, idle, own_idle, peak_bytes, lower_bound, _ = found
     return Simulation(
         lowered, makespan, busy, idle, own_idle, peak_bytes, lower_bound, arguments
     )
+
+
+def _lowered(schedule: Schedule) -> Schedule:
+    try:
+        return schedule.lower()
+    except ScheduleError:
+        verify(schedule).raise_if_invalid()  # says it with a grid
+        raise
 
 
 def _values(costs: Costs | None) -> dict[str, list[float]]:

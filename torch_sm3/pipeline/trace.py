@@ -38,6 +38,22 @@ class Trace:
         steps: of each rank the stamps of its steps, from a common zero.
         errors: as passed.
         max_pending: as passed.
+
+    Example::
+
+        >>> import tempfile, torch
+        >>> from torch_sm3.pipeline import PipelineRunner, Stage, plan
+        >>> from torch_sm3.pipeline.trace import Trace
+        >>> runner = PipelineRunner(
+        ...     [Stage(torch.nn.Linear(4, 1), 0)], plan("none", 1, 2),
+        ...     loss_fn=torch.nn.functional.mse_loss, trace=True)
+        >>> result = runner.step(torch.randn(6, 4), target=torch.randn(6, 1))
+        >>> with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        ...     runner.save_trace(file.name)
+        ...     trace = Trace.load(file.name)
+        >>> runner.close()
+        >>> trace.schedule == plan("none", 1, 2).lower(), len(trace.steps[0])
+        (True, 1)
     """
 
     def __init__(
@@ -67,6 +83,9 @@ class Trace:
 
         Args:
             path: the file.
+
+        Returns:
+            The trace.
 
         Raises:
             ValueError: if it is no such file.

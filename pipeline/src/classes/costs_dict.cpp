@@ -24,6 +24,7 @@ constexpr OfStages kOfStages[]{
     {"F", &StageCosts::forward},
     {"I", &StageCosts::input},
     {"W", &StageCosts::weight},
+    {"recompute", &StageCosts::recompute},
     {"reduce", &StageCosts::reduce},
     {"optimizer", &StageCosts::optimizer},
     {"activation_bytes", &StageCosts::activation_bytes},

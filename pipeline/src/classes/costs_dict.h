@@ -11,7 +11,7 @@
 namespace torch_sm3::pipeline {
 
 /// Costs as Python and TorchScript hand them over: `F`, `I`, `W`, `B`, `pair`,
-/// `reduce`, `optimizer`, `activation_bytes`, `released_at_input`,
+/// `recompute`, `reduce`, `optimizer`, `activation_bytes`, `released_at_input`,
 /// `shared_bytes`, `boundary_bytes`, `transient_bytes` and `static_bytes` with
 /// one value or one per stage; `latency`, `bandwidth`, `speed`, `tie` and
 /// `route_bytes` as in `Costs`; `serial_links`, `jitter`, `seed` and

@@ -2,6 +2,8 @@
 // What the planner refuses, in words.
 #include <planner/planning.h>
 
+#include <simulator/check_costs.h>
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -73,7 +75,7 @@ void check_limits(const PlanOptions& options) {
           "a memory limit of 0 or more", short_number(limit), "memory_limit");
     }
   }
-  if (limits > 0 && !options.costs) {
+  if (limits > 0 && !(options.costs && has_bytes(*options.costs))) {
     refuse_plan("costs in bytes beside a memory limit", "none", "costs");
   }
 }

@@ -43,6 +43,15 @@ void check_peaks(const PlanOptions& options, const std::vector<double>& peaks) {
   }
 }
 
+void check_group(const PlanOptions& options, const Report& report) {
+  if (!report.valid()) {
+    throw ScheduleError(
+        "plan: expected a group size whose order can run, but got " +
+        std::to_string(options.group_size) + " (argument 'group_size'); " +
+        report.message + "\n" + report.grid);
+  }
+}
+
 // Warm-up forwards to give up for this many bytes: never more than needed,
 // since each holds an activation and at most one message each way.
 uint32_t too_many(double excess, const StageCosts& stage) {
@@ -88,7 +97,7 @@ bool needs_whole(const PlanOptions& options) {
 
 Schedule settle(const PlanOptions& options, Schedule schedule) {
   if (options.kind == "interleaved" && options.group_size > 0) {
-    verify(schedule).raise_if_invalid();
+    check_group(options, verify(schedule));
   }
   if (options.memory_limit.empty()) {
     return schedule;

@@ -13,6 +13,7 @@ StageCosts share(StageCosts whole, double parts) {
        {&whole.forward,
         &whole.input,
         &whole.weight,
+        &whole.recompute,
         &whole.reduce,
         &whole.optimizer,
         &whole.activation_bytes,
@@ -35,6 +36,7 @@ StageCosts together(const StageCosts& a, const StageCosts& b) {
   sum.forward += a.forward;
   sum.input += a.input;
   sum.weight += a.weight;
+  sum.recompute += a.recompute;
   sum.reduce += a.reduce;
   sum.optimizer += a.optimizer;
   sum.activation_bytes += a.activation_bytes;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <search/list_scheduler.h>
+
+#include <search/list_room.h>
 #include <simulator/clocks.h>
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
 #include <limits>
 #include <queue>
@@ -28,7 +29,7 @@ class ListScheduler {
         own_(shape.ranks),
         clocks_(shape.ranks),
         looks_(shape.ranks, kNever),
-        held_(shape.ranks),
+        room_(shape, policy),
         rows_(shape.ranks) {
     for (uint32_t s = 0; s < shape.stages; ++s) {
       Stage& stage = stages_[s];
@@ -38,16 +39,6 @@ class ListScheduler {
       stage.down = time_between(s, s + 1);
       stage.up = s > 0 ? time_between(s, s - 1) : 0;
       own_[stage.rank].push_back(s);
-    }
-    for (const std::vector<uint32_t>& own : own_) {
-      double later = 0;
-      for (size_t k = own.size(); k-- > 0;) {
-        stages_[own[k]].kept_free = policy.order.empty() ? later : 0;
-        later += policy.weights[own[k]];
-      }
-      if (policy.shares) {
-        share(own);
-      }
     }
   }
 
@@ -84,32 +75,9 @@ class ListScheduler {
     // there.
     std::vector<double> inputs_at;
     std::vector<double> gradients_at;
-    double down = 0;      // time of a message to the next stage
-    double up = 0;        // and to the one before
-    double kept_free = 0; // for later chunks of the rank
-    uint32_t most = ~0u;  // in flight
+    double down = 0; // time of a message to the next stage
+    double up = 0;   // and to the one before
   };
-
-  // In units of one hop, an activation of stage s lives until the microbatch
-  // has gone to the last stage and its gradient has come back.
-  double life(uint32_t s) const {
-    return 2.0 * (shape_.stages - 1 - s) + 1;
-  }
-
-  void share(const std::vector<uint32_t>& own) {
-    double lives = 0;
-    for (const uint32_t s : own) {
-      lives += life(s) * policy_.weights[s];
-    }
-    if (lives <= 0) {
-      return; // what takes no room needs no share of it
-    }
-    for (const uint32_t s : own) {
-      const double wanted = policy_.budgets[stages_[s].rank] * life(s) / lives;
-      const double most = std::ceil(std::min<double>(wanted, m_) - 1e-9);
-      stages_[s].most = std::max(1u, static_cast<uint32_t>(most));
-    }
-  }
 
   double time_between(uint32_t from, uint32_t to) const {
     if (to >= shape_.stages || shape_.placement[from] == shape_.placement[to]) {
@@ -131,10 +99,15 @@ class ListScheduler {
   }
   bool has_room(uint32_t s) const {
     const Stage& stage = stages_[s];
-    const double after =
-        held_[stage.rank] + policy_.weights[s] + stage.kept_free;
-    return stage.forwards - stage.weights < stage.most &&
-           after <= policy_.budgets[stage.rank] * (1 + 1e-12);
+    return room_.for_forward(s, stage.forwards - stage.weights);
+  }
+  // Where there is no room for an input gradient, a weight gradient comes first
+  // if one is owed.
+  bool may_input(uint32_t rank, uint32_t s) const {
+    return room_.for_input(s) ||
+           std::none_of(own_[rank].begin(), own_[rank].end(), [&](uint32_t of) {
+             return stages_[of].weights < stages_[of].inputs;
+           });
   }
 
   // The place of the next action of a stage in the plan that is followed.
@@ -168,7 +141,7 @@ class ListScheduler {
                place(0, forward, stages_[forward].forwards))) {
         forward = s;
       }
-      if (ready(input_at(stage))) {
+      if (may_input(rank, s) && ready(input_at(stage))) {
         offer(Op::kBackwardInput, 1, s, stage.inputs);
       }
       if (stage.weights < stage.inputs) {
@@ -200,7 +173,7 @@ class ListScheduler {
     };
     const auto input = [&] {
       for (size_t k = own.size(); k-- > 0;) {
-        if (ready(input_at(stages_[own[k]]))) {
+        if (may_input(rank, own[k]) && ready(input_at(stages_[own[k]]))) {
           return act(Op::kBackwardInput, own[k], now);
         }
       }
@@ -233,18 +206,12 @@ class ListScheduler {
   bool act(Op op, uint32_t s, double now) {
     Stage& stage = stages_[s];
     const StageCosts& of = costs_.of(s);
-    const double kept = policy_.weights[s];
-    // What I keeps more is left to the check of the peak.
-    const double part =
-        of.activation_bytes > 0
-            ? std::max(0.0, of.released_at_input) / of.activation_bytes
-            : 0;
     double end = now;
     uint32_t i = 0;
     if (op == Op::kForward) {
       i = stage.forwards++;
       end += of.forward / speed(stage.rank);
-      held_[stage.rank] += kept;
+      room_.forward(s);
       if (s + 1 < shape_.stages) {
         arrive(&stages_[s + 1].inputs_at[i], s + 1, end + stage.down);
       } else {
@@ -252,15 +219,15 @@ class ListScheduler {
       }
     } else if (op == Op::kBackwardInput) {
       i = stage.inputs++;
-      end += of.input / speed(stage.rank);
-      held_[stage.rank] -= kept * part;
+      end += of.input_gradient() / speed(stage.rank);
+      room_.input(s);
       if (s > 0) {
         arrive(&stages_[s - 1].gradients_at[i], s - 1, end + stage.up);
       }
     } else {
       i = stage.weights++;
       end += of.weight / speed(stage.rank);
-      held_[stage.rank] -= kept * (1 - part);
+      room_.weight(s);
     }
     rows_[stage.rank].push_back({op, 0, static_cast<uint16_t>(s), i});
     clocks_[stage.rank] = end;
@@ -295,7 +262,7 @@ class ListScheduler {
   std::vector<std::vector<uint32_t>> own_; // stages of each rank, ascending
   std::vector<double> clocks_;
   std::vector<double> looks_; // when each rank is looked at next
-  std::vector<double> held_;
+  ListRoom room_;
   std::vector<std::vector<Action>> rows_;
   using Event = std::pair<double, uint32_t>;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;

@@ -15,6 +15,9 @@ struct ListPolicy {
   std::vector<double> budgets;
   /// What an activation of each stage takes.
   std::vector<double> weights;
+  /// What an input gradient of each stage gives back of it; negative where it
+  /// keeps more until the weight gradient.
+  std::vector<double> released;
   /// Whether a forward of a later chunk goes before an input gradient.
   bool forwards_first = false;
   /// Whether each chunk gets a share of its rank's budget by how long its
@@ -39,11 +42,16 @@ struct ListPolicy {
 /// unused
 /// \param costs  of its stages and links
 /// \param policy how to decide; a budget holds at least one activation of each
-///     chunk
+///     chunk and what one input gradient keeps more
 /// \return the rows
 std::vector<std::vector<Action>> schedule_list(
     const Schedule& shape,
     const Costs& costs,
     const ListPolicy& policy);
+
+/// Returns the most that an input gradient of one of these stages keeps more.
+double more_of_one_input(
+    const ListPolicy& policy,
+    const std::vector<uint32_t>& stages);
 
 } // namespace torch_sm3::pipeline

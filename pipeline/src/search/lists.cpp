@@ -52,6 +52,7 @@ class Lists {
         name_(std::move(name)),
         trials_(trials),
         units_(shape_.ranks),
+        stages_(shape_.ranks),
         fixed_(shape_.ranks) {
     shape_.kind = "auto";
     shape_.rows.clear();
@@ -65,6 +66,8 @@ class Lists {
     }
     for (uint32_t s = 0; s < shape_.stages; ++s) {
       const uint32_t rank = shape_.placement[s];
+      policy_.released.push_back(known ? costs_.of(s).released_at_input : 0);
+      stages_[rank].push_back(s);
       units_[rank] += policy_.weights[s];
       fixed_[rank] += costs_.of(s).static_bytes;
     }
@@ -93,7 +96,7 @@ class Lists {
 
   // All that the limits leave.
   void up_to_limits(bool forwards_first, bool shares) {
-    if (!bytes_ || std::isinf(trials_->limit(0))) {
+    if (!bytes_) {
       return;
     }
     policy_.forwards_first = forwards_first;
@@ -105,7 +108,8 @@ class Lists {
     for (int i = 0; i < kTries; ++i) {
       for (uint32_t rank = 0; rank < shape_.ranks; ++rank) {
         policy_.budgets[rank] = std::max(
-            units_[rank], trials_->limit(rank) - fixed_[rank] - messages[rank]);
+            units_[rank] + more(rank),
+            trials_->limit(rank) - fixed_[rank] - messages[rank]);
       }
       const std::vector<double> over =
           trials_->over(measure(" budget=limit try=" + std::to_string(i + 1)));
@@ -128,15 +132,11 @@ class Lists {
       double held = 0;
       for (const Action action : plan.rows[rank]) {
         const double weight = policy_.weights[action.stage];
-        const StageCosts& of = costs_.of(action.stage);
-        const double part =
-            of.activation_bytes > 0
-                ? std::max(0.0, of.released_at_input) / of.activation_bytes
-                : 0;
+        const double released = policy_.released[action.stage];
         held += action.op == Op::kForward         ? weight
                 : action.op == Op::kBackward      ? -weight
-                : action.op == Op::kBackwardInput ? -weight * part
-                                                  : -weight * (1 - part);
+                : action.op == Op::kBackwardInput ? -released
+                                                  : released - weight;
         policy_.budgets[rank] = std::max(policy_.budgets[rank], held);
       }
     }
@@ -144,14 +144,18 @@ class Lists {
   }
 
  private:
+  double more(uint32_t rank) const {
+    return more_of_one_input(policy_, stages_[rank]);
+  }
+
   uint32_t budgets() const {
     return trials_within(shape_.stages, shape_.microbatches, 2, 12);
   }
 
   void for_factor(double factor) {
     policy_.budgets.clear();
-    for (const double unit : units_) {
-      policy_.budgets.push_back(factor * unit);
+    for (uint32_t rank = 0; rank < shape_.ranks; ++rank) {
+      policy_.budgets.push_back(factor * units_[rank] + more(rank));
     }
     measure(" budget=" + rounded(factor));
   }
@@ -172,6 +176,7 @@ class Lists {
   Trials* trials_;
   ListPolicy policy_;
   std::vector<double> units_; // of each rank: one activation of each chunk
+  std::vector<std::vector<uint32_t>> stages_; // of each rank
   std::vector<double> fixed_; // of each rank: bytes that are always there
   bool bytes_ = false;        // whether activations have a size
 };

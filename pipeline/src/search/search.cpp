@@ -151,7 +151,7 @@ class Search {
       options.warmup = k;
       const std::string name = "1f1b warmup=" + std::to_string(k);
       named(name, options);
-      if (!options_.memory_limit.empty() && k > 0) {
+      if (!trials_.last_fits() && k > 0) {
         options.memory_limit = options_.memory_limit;
         named(name + " lowered", options);
       }

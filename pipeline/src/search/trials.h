@@ -34,6 +34,11 @@ class Trials {
     return candidates_[*best_].plan;
   }
 
+  // Whether the last plan that was tried is within its limits.
+  bool last_fits() const {
+    return candidates_.back().refused.empty();
+  }
+
   bool tried(const std::string& plan) const;
 
   // The best; throws ScheduleError if nothing fitted.

@@ -37,10 +37,10 @@ Shortest shortest(const Program& program, const Costs& costs) {
     const size_t rank = schedule.placement[stage];
     const double speed =
         costs.speed.size() == 1 ? costs.speed[0] : costs.speed[rank];
-    const double backward = split[stage] == 1 ? of.input
-                            : split[stage] == 2
-                                ? of.full_backward()
-                                : std::min(of.input, of.full_backward());
+    const double backward =
+        split[stage] == 1   ? of.input_gradient()
+        : split[stage] == 2 ? of.full_backward()
+                            : std::min(of.input_gradient(), of.full_backward());
     times.forward.push_back(std::min(of.forward, pair) / speed);
     times.backward.push_back(std::min(backward, pair) / speed);
   }

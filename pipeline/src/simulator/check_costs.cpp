@@ -58,6 +58,7 @@ void check_stage(const Checker& check, const StageCosts& costs) {
   check.cost(costs.forward, "forward");
   check.cost(costs.input, "input");
   check.cost(costs.weight, "weight");
+  check.cost(costs.recompute, "recompute");
   check.cost(costs.backward.value_or(0), "backward");
   check.cost(costs.pair.value_or(0), "pair");
   check.cost(costs.reduce, "reduce");
@@ -109,6 +110,18 @@ void check_costs(const char* op, const Schedule& schedule, const Costs& costs) {
   check.size(costs.tie.size(), {1, schedule.ties.size()}, "tie");
   check.costs(costs.tie, "tie");
   check.cost(costs.jitter, "jitter");
+}
+
+bool has_bytes(const Costs& costs) {
+  const auto any = [](const StageCosts& of) {
+    return of.activation_bytes != 0 || of.released_at_input != 0 ||
+           of.boundary_bytes != 0 || of.transient_bytes != 0 ||
+           of.static_bytes != 0;
+  };
+  const std::vector<double>& routes = costs.route_bytes;
+  return std::any_of(costs.stages.begin(), costs.stages.end(), any) ||
+         std::any_of(
+             routes.begin(), routes.end(), [](double of) { return of != 0; });
 }
 
 void check_links(const char* op, LinkModel links) {

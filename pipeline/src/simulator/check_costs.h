@@ -15,6 +15,11 @@ namespace torch_sm3::pipeline {
 /// \throws std::invalid_argument naming the argument that is wrong
 void check_costs(const char* op, const Schedule& schedule, const Costs& costs);
 
+/// Tells whether anything takes room, so that a limit of memory means anything.
+///
+/// \param costs the costs
+bool has_bytes(const Costs& costs);
+
 /// Checks a link model.
 ///
 /// \param op    who asks, for the message

@@ -56,7 +56,7 @@ Clocks::Clocks(const Program& program, const Costs& costs, bool with_timeline)
     };
     set(0, of.forward);
     set(1, of.full_backward());
-    set(2, of.input);
+    set(2, of.input_gradient());
     set(3, of.weight);
     optimizers_[rank] += of.optimizer;
   }

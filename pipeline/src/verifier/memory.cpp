@@ -53,8 +53,8 @@ void Memory::fill_stage(uint32_t stage, bool training) {
        {Op::kForward, Op::kBackward, Op::kBackwardInput, Op::kBackwardWeight}) {
     of(op, stage).works = costs.transient_bytes;
   }
-  counts_ |= costs.activation_bytes != 0 || costs.transient_bytes != 0 ||
-             costs.static_bytes != 0;
+  counts_ |= costs.activation_bytes != 0 || part != 0 ||
+             costs.transient_bytes != 0 || costs.static_bytes != 0;
 }
 
 void Memory::fill_edge(uint32_t index, const Edge& edge) {

@@ -23,12 +23,18 @@ double limit_of(const std::vector<double>& limits, uint32_t rank) {
   return limits.size() == 1 ? limits[0] : limits[rank];
 }
 
-void check_limits(const Schedule& schedule, const std::vector<double>& limits) {
+void check_limits(const Schedule& schedule, const VerifyOptions& options) {
+  const std::vector<double>& limits = options.memory_limit;
   if (limits.size() > 1 && limits.size() != schedule.ranks) {
     throw std::invalid_argument(
         "verify: expected one limit, or one for each of " +
         std::to_string(schedule.ranks) + " ranks, but got " +
         std::to_string(limits.size()) + " (argument 'memory_limit')");
+  }
+  if (!limits.empty() && !has_bytes(options.costs)) {
+    throw std::invalid_argument(
+        "verify: expected bytes beside a memory limit, but got none "
+        "(argument 'memory')");
   }
 }
 
@@ -104,7 +110,7 @@ Report verify(const Schedule& schedule, const VerifyOptions& options) {
   }
   const Program& program = lowered.program();
   check_costs("verify", program.schedule(), options.costs);
-  check_limits(schedule, options.memory_limit);
+  check_limits(schedule, options);
   if (auto report =
           find_stop(program, options.links, false, options.full_grid)) {
     return *report;

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import itertools
+import math
+import operator
+import re
 
 import pytest
 from reference.pipeline_costs import Costs
@@ -55,13 +58,43 @@ def test_each_rank_keeps_its_own_limit() -> None:
 
 @pytest.mark.filterwarnings("ignore:plan. group_size 4 leaves a bubble of 9")
 def test_forced_groups_that_cannot_run_or_lose_time() -> None:
-    with pytest.raises(ScheduleError, match=r"(?s)waits .*\n"):
+    refused = r"(?s)got 4 \(argument 'group_size'\); .*waits .*\nstep  rank 0 .*\["
+    with pytest.raises(ScheduleError, match=refused):
         plan("interleaved", 4, 5, chunks=3, group_size=4)
     third = Costs(0.5, 0.5, 0.5)
     slow = plan("interleaved", 4, 5, chunks=2, group_size=4)
     fast = plan("interleaved", 4, 5, chunks=2)
     assert abs(run(slow, third).makespan - 5 * 3 - 9) < EXACT
     assert abs(run(fast, third).makespan - 5 * 3 - 4.5) < EXACT
+
+
+def test_lists_leave_room_for_what_input_gradients_keep_more() -> None:
+    # Three quarters of an activation on top, from I to W.
+    told = PlanCosts(F=1, I=1.5, W=1, activation_bytes=8, released_at_input=-6)
+    costs = Costs(1.0, 1.5, 1.0, activation=8.0, released=-6.0)
+    for p, limit in itertools.product((1, 2, 4), (14, 17, 24, 33)):
+        best = plan("auto", p, 9, costs=told, memory_limit=limit, chunks=1)
+        assert max(run(best, costs).peak) <= limit
+        lists = {x.plan: x for x in best.alternatives if x.plan.startswith("list")}
+        # No message takes room, so the first try holds the limit, and each
+        # budget holds as many microbatches as it says and one such rest.
+        assert not lists["list budget=limit try=1"].refused
+        assert "list budget=limit try=2" not in lists
+        budgets = [re.fullmatch(r"list budget=([\d.]+)", name) for name in lists]
+        assert any(budgets)
+        for budget in filter(None, budgets):
+            most = 8 * float(budget[1]) + 6
+            assert lists[budget[0]].peak_bytes <= most, (p, limit, budget[0])
+
+
+def test_a_rank_without_a_limit_does_not_lift_those_of_others() -> None:
+    told = PlanCosts(activation_bytes=8)
+    for limits in ([math.inf, 20, 20], [20, math.inf, 20], [math.inf] * 3):
+        best = plan("auto", 3, 6, costs=told, memory_limit=limits, chunks=1)
+        peaks = run(best, Costs(activation=8.0)).peak
+        assert all(map(operator.le, peaks, limits))
+        tried = {x.plan: x.refused for x in best.alternatives}
+        assert tried["list budget=limit try=1"] == ""
 
 
 @pytest.mark.parametrize("limit", [None, 44, 26])

@@ -29,8 +29,8 @@ NAMES = {
     "static_bytes": "static",
 }
 OF_STAGES = (
-    "F I W B pair reduce optimizer activation_bytes released_at_input boundary_bytes "
-    "transient_bytes static_bytes"
+    "F I W B pair recompute reduce optimizer activation_bytes released_at_input "
+    "boundary_bytes transient_bytes static_bytes"
 ).split()
 
 
@@ -104,6 +104,27 @@ def test_every_cost_reaches_the_simulator(seed: int) -> None:
         assert report.valid and report.peak_bytes == found.peak_bytes
 
 
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb_h1"])
+def test_the_lower_bound_is_work_and_the_ways_to_and_from_it(kind: str) -> None:
+    forward, first, second = [1.0, 4.0, 2.0, 3.0], [2.0, 1.0, 5.0, 1.0], 1.5
+    speed, m = [1.0, 2.0, 1.0, 0.5], 3
+    latency = [[abs(3 * a - 2 * b) / 4 for b in range(4)] for a in range(4)]
+    costs = Costs(forward, first, second, latency=latency, speed=speed)
+    wanted, there, back = 0.0, 0.0, 0.0
+    split = kind == "zb_h1"
+    for r in range(4):
+        # Weight gradients of a split backward keep nobody else waiting.
+        chained = forward[r] + first[r] + (0 if split else second)
+        busy = m * (forward[r] + first[r] + second) / speed[r]
+        wanted = max(wanted, there + max(busy, m * chained / speed[r] + back))
+        if r < 3:
+            there += forward[r] / speed[r] + latency[r][r + 1]
+            back += (chained - forward[r]) / speed[r] + latency[r + 1][r]
+    ran = simulate(plan(kind, 4, m), costs)
+    assert ran.lower_bound == pytest.approx(wanted, rel=1e-12)
+    assert ran.makespan >= wanted
+
+
 def test_costs_compare_hash_and_come_back_from_json(tmp_path: Path) -> None:
     costs = Costs(
         1, [1, 2], (3, 4), latency=[[0, 1], [2, 0]], serial_links=True, seed=7
@@ -170,7 +191,23 @@ def test_costs_that_do_not_fit_the_schedule_are_refused(
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["[]", '{"G": 1}', '{"F": -1}', "F=1"])
+@pytest.mark.parametrize("text", ["[]", '{"G": 1}', '{"F": -1}', "F=1", ""])
 def test_json_of_anything_else_is_refused(text: str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"^Costs: expected .*\(argument '\w+'\)$"):
         Costs.from_json(text)
+
+
+def test_recomputation_is_part_of_each_backward() -> None:
+    again = Costs(F=1, I=2, W=3, recompute=0.5)
+    assert simulate(plan("none", 1, 4), again).busy == [4 * (1 + 2 + 3 + 0.5)]
+    assert simulate(plan("zb_h1", 1, 4), again).busy == [4 * (1 + 2 + 3 + 0.5)]
+    # A full backward that was measured holds its own.
+    whole = dataclasses.replace(again, B=4)
+    assert simulate(plan("none", 1, 4), whole).busy == [4 * (1 + 4)]
+    # The search knows it, and shares it out among chunks.
+    best = plan("auto", 2, 4, costs=again)
+    same = plan("auto", 2, 4, costs=Costs(F=1, I=2.5, W=3))
+    assert best == same and best.costs is not None
+    assert simulate(best, best.costs).makespan == pytest.approx(
+        simulate(same, same.costs).makespan
+    )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import warnings
 from typing import Any
@@ -58,6 +59,25 @@ def test_links_decide_what_is_a_deadlock() -> None:
         assert str(caught.value) == f"{report.message}\n{report.grid}"
 
 
+@pytest.mark.parametrize("kind", ["interleaved", "zbv"])
+def test_one_order_holds_for_both_classes_of_a_link(kind: str) -> None:
+    # Rank 0 sends activations and gradients to rank 1; only their order is told.
+    schedule = plan(kind, 2, 4).lower()
+    received = [a.text for a in schedule.actions(1) if a.op.startswith("RECV")]
+    assert verify(schedule).valid
+    swapped = 0
+    for first, second in itertools.pairwise(received):
+        if ("RECV_F" in first) != ("RECV_F" in second):
+            # Both stand early enough for what they bring.
+            text = schedule.text.replace(f" {second}", "")
+            text = text.replace(f" {first}", f" {second} {first}")
+            report = verify(Schedule.parse(text))
+            assert report.rule == "messages", report.message
+            assert "in the order of sending" in report.message
+            swapped += 1
+    assert swapped >= 3
+
+
 def test_the_full_grid_is_drawn_if_asked_for() -> None:
     text = plan("gpipe", 2, 40).text.replace("0B39", ".")
     report = verify(Schedule.parse(text), full_grid=True)
@@ -93,7 +113,12 @@ def test_live_bytes_are_those_of_each_action() -> None:
     [
         ({"links": "gloo"}, "verify: expected links in {posted, rendezvous, blocking}"),
         ({"max_pending": 0}, "verify: expected max_pending of at least 1, but got 0"),
-        ({"memory_limit": [1, 2, 3]}, "(argument 'memory_limit')"),
+        (
+            {"memory": Costs(activation_bytes=1), "memory_limit": [1, 2, 3]},
+            "(argument 'memory_limit')",
+        ),
+        ({"memory_limit": 4}, "expected bytes beside a memory limit, but got none"),
+        ({"memory_limit": 4, "memory": Costs()}, "but got none (argument 'memory')"),
     ],
 )
 def test_wrong_options_are_no_schedule_errors(options: dict, message: str) -> None:

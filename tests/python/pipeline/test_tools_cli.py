@@ -178,7 +178,32 @@ def test_simulate_prints_and_returns_the_same_numbers(zbv: str, capsys: Out) -> 
 
 def test_simulate_refuses_what_cannot_run(stuck: str, capsys: Out) -> None:
     assert main(["simulate", stuck]) == 1
-    assert capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "waits at" in err and "step  rank 0" in err and "[" in err
+
+
+def test_an_order_of_computation_that_cannot_run_is_shown_too(
+    tmp_path: Path, capsys: Out
+) -> None:
+    # Nothing can be added to it, so no command gets further than that.
+    text = "schedule 1 kind=x ranks=2 stages=2 microbatches=2 placement=loop\n"
+    text += "rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1B1 1F0 1B0\n"
+    path = tmp_path / "s.txt"
+    path.write_text(text)
+    for line in (["simulate"], ["plot", "-o", str(tmp_path / "s.svg")], ["verify"]):
+        assert main([line[0], str(path), *line[1:]]) == 1
+        said = capsys.readouterr()
+        assert "0     0F0     [1F1]\n" in said.out + said.err, line
+
+
+def test_a_group_that_loses_time_is_a_line_of_warning(capsys: Out) -> None:
+    line = "plan --kind interleaved -p 4 -m 5 --chunks 2 --group-size 4 --json"
+    assert main(line.split()) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["kind"] == "interleaved"
+    assert said.err == (
+        "warning: plan: group_size 4 leaves a bubble of 9, group_size 5 one of 4.5\n"
+    )
 
 
 def test_costs_with_a_full_backward_and_from_a_file(
@@ -258,6 +283,9 @@ def test_plot_predicts_a_trace_with_the_costs_it_is_given(tmp_path: Path) -> Non
         ["verify", "missing.csv"],
         ["verify", "{zbv}", "--links", "slow"],
         ["verify", "{zbv}", "--max-pending", "0"],
+        ["verify", "{zbv}", "--memory-limit", "8"],
+        ["verify", "{zbv}", "--memory-limit", "8", "--costs", "1,1,1"],
+        "plan --kind 1f1b -p 2 -m 1 --costs 1,1,1 --memory-limit 8".split(),
         ["simulate", "{zbv}", "--costs", "missing.json"],
         ["plot", "{zbv}"],
         ["plot", "{zbv}", "-o", "s.pdf"],

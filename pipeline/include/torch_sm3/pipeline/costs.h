@@ -15,9 +15,12 @@ namespace torch_sm3::pipeline {
 /// Costs of one stage.
 struct StageCosts {
   double forward = 1;
-  double input = 1;  ///< I: gradients of the inputs, recomputation included
+  double input = 1;  ///< I: gradients of the inputs
   double weight = 1; ///< W: gradients of the weights
-  /// B; input + weight if not given.
+  /// What a backward computes once more before anything else: time of I beside
+  /// `input`. A B or pair that is given holds its own.
+  double recompute = 0;
+  /// B; recompute + input + weight if not given.
   std::optional<double> backward;
   /// A pair (F;B)OVERLAP_F_B of which this stage runs the F in one call; if not
   /// given, the two run one after the other, and what the F sends leaves at its
@@ -40,8 +43,11 @@ struct StageCosts {
   /// Parameters, gradients, optimizer state.
   double static_bytes = 0;
 
+  double input_gradient() const {
+    return recompute + input;
+  }
   double full_backward() const {
-    return backward.value_or(input + weight);
+    return backward.value_or(input_gradient() + weight);
   }
 };
 
