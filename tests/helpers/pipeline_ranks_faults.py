@@ -266,3 +266,33 @@ def fields_of(error: PipelineError) -> tuple[Any, ...]:
     """Return what must be equal on all ranks of all replicas."""
     place = error.rank, error.stage, error.microbatch, error.action
     return (*place, error.error_type, error.message, error.replica)
+
+
+def replica_silent(rank: int, ranks: int) -> Any:
+    """Let rank 3 be silent in its hook; return what each raises, and how it closes."""
+    due = [False]
+
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Any:
+        if due[0] and rank == 3:
+            time.sleep(8.0)
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        assert work is not None
+        return work.get_future()
+
+    with grid(rank) as place:
+        bench = _Bench(
+            place.stage,
+            plan("1f1b", 2, 4),
+            group=place.pipeline,
+            data_parallel=place.replicas,
+            hook=(place.replicas, hook),
+            timeout=2.0,
+        )
+        bench.step()
+        due[0] = True
+        error = _caught(bench.step)
+        start = time.monotonic()
+        bench.runner.close()
+        soon = time.monotonic() - start < 3
+        dist.barrier()
+    return fields_of(error), soon

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import pickle
 import threading
@@ -47,6 +48,8 @@ class Collective:
         self._ranks = dist.get_process_group_ranks(self.group)
         self._limit = timedelta(seconds=timeout)
         self.notice: Notice | None = None
+        # Works that nobody waits for any more.
+        self._left: list[Any] = []
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -61,7 +64,11 @@ class Collective:
             GroupLostError: if a rank is gone or silent.
             LinksLostError: if the links are lost meanwhile.
         """
-        self.until(work.get_future(), self._limit.total_seconds())
+        try:
+            self.until(work.get_future(), self._limit.total_seconds())
+        except BaseException:
+            self._left.append(work)
+            raise
         try:
             work.wait()
         except RuntimeError as error:
@@ -135,6 +142,10 @@ class Collective:
         group, self._group = self._group, None
         if group is None:
             return
+        if not all(work.is_completed() for work in self._left):
+            # Gloo cannot abort a collective, and the end of its group would wait for
+            # a rank that may be silent for ever. So this one has no end.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         try:
             dist.destroy_process_group(group)
         except (AssertionError, ValueError, RuntimeError):

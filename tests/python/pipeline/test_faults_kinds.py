@@ -58,3 +58,12 @@ def test_a_process_that_ends_has_one_name_in_all_replicas(
     expected = [wanted] * 4
     expected[victim] = None
     assert answers == expected
+
+
+def test_silence_in_one_replica_has_one_name_and_holds_up_no_close(
+    pools: Pools,
+) -> None:
+    answers = pools(4).run(ranks_faults.replica_silent)
+    assert answers == [answers[0]] * 4
+    (*_, error_type, _, _), soon = answers[0]
+    assert (error_type, soon) == ("TimeoutError", True)
