@@ -171,7 +171,7 @@ class Updates(Calls):
         wrong = self.stepper.validate()[1]
         if work.after_loss is not None and not wrong:
             # All losses may be there already, and have not been told yet.
-            work.after_loss()
+            work.after_loss(work.losses)
         return wrong
 
 
