@@ -117,7 +117,7 @@ TEST(PipelineRuntime, EvalLeavesNoTrace) {
 TEST(PipelineRuntime, LossesKeepNothingOfTheirMicrobatch) {
   for (const LossReduction reduction :
        {LossReduction::kMean, LossReduction::kSamples, LossReduction::kSum}) {
-    Model model(2);
+    Model model(1);
     const Pair batch = make_batch(10);
     std::vector<c10::weak_intrusive_ptr<c10::StorageImpl> > seen;
     RunnerOptions chosen = options();
@@ -133,7 +133,7 @@ TEST(PipelineRuntime, LossesKeepNothingOfTheirMicrobatch) {
       seen.push_back(loss.storage().getWeakStorageImpl());
       return c10::IValue(loss);
     };
-    const Schedule schedule = plan({"none", 1, 5, 2});
+    const Schedule schedule = plan({"none", 1, 5});
     PipelineRunner runner(
         schedule, nullptr, model.stages_of(schedule, 0), chosen);
     const StepResult result = runner.step({batch.first}, batch.second);
