@@ -35,21 +35,13 @@ def judge(drill: Drill, answers: dict[int, Any], struck: list[float]) -> list[st
     outcomes = [one for one in seen.values() if isinstance(one, Outcome)]
     wrong = []
     errors = {one.error for one in outcomes}
-    lost = drill.fault != "raise" and drill.phase == "hook"
-    groups = [errors]
-    if lost:
-        # A replica that is whole can tell only that a rank of another one is gone.
-        half = RANKS // 2
-        by_replica = {(rank // half, one.error) for rank, one in _seen(seen)}
-        groups = [{e for r, e in by_replica if r == replica} for replica in (0, 1)]
-    if any(len(group) > 1 for group in groups):
+    if len(errors) > 1:
         wrong.append(f"errors differ: {errors}")
-    types = (*TYPES[drill.fault], "PeerLost") if lost else TYPES[drill.fault]
-    if any(kind not in types for *_, kind, _, _ in errors):
+    if any(kind not in TYPES[drill.fault] for *_, kind, _, _ in errors):
         wrong.append(f"another type of error: {errors}")
     size = RANKS // 2 if drill.phase == "hook" else RANKS
     named = {error[0] + size * error[-1] for error in errors}
-    if drill.fault != "stop" and not lost and named != {drill.rank}:
+    if drill.fault != "stop" and named != {drill.rank}:
         wrong.append(f"another rank is named: {errors}")
     for name in ("clean", "again", "sound"):
         if not all(getattr(one, name) for one in outcomes):
@@ -58,10 +50,6 @@ def judge(drill: Drill, answers: dict[int, Any], struck: list[float]) -> list[st
     if taken > WITHIN:
         wrong.append(f"{taken:.1f} s")
     return wrong
-
-
-def _seen(answers: dict[int, Any]) -> list[tuple[int, Outcome]]:
-    return [(rank, one) for rank, one in answers.items() if isinstance(one, Outcome)]
 
 
 #: Faults after which the rank itself still answers.

@@ -112,6 +112,37 @@ TEST(PipelineRuntime, EvalLeavesNoTrace) {
   }));
 }
 
+// torch gives the result of some losses a storage as large as what it is the
+// mean of; no microbatch may leave it, nor its own output, behind.
+TEST(PipelineRuntime, LossesKeepNothingOfTheirMicrobatch) {
+  for (const LossReduction reduction :
+       {LossReduction::kMean, LossReduction::kSamples, LossReduction::kSum}) {
+    Model model(1);
+    const Pair batch = make_batch(10);
+    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl> > seen;
+    RunnerOptions chosen = options();
+    chosen.loss_reduction = reduction;
+    chosen.loss = [&seen](const auto& output, const auto& target) {
+      for (const auto& before : seen) {
+        EXPECT_TRUE(before.expired()) << seen.size() / 2;
+      }
+      // Both are made here, so that only the runner can hold them.
+      const at::Tensor own = output.toTensor() * 1;
+      const at::Tensor loss = loss_of(own, target);
+      seen.push_back(own.storage().getWeakStorageImpl());
+      seen.push_back(loss.storage().getWeakStorageImpl());
+      return c10::IValue(loss);
+    };
+    const Schedule schedule = plan({"none", 1, 5});
+    PipelineRunner runner(
+        schedule, nullptr, model.stages_of(schedule, 0), chosen);
+    const StepResult result = runner.step({batch.first}, batch.second);
+    EXPECT_EQ(seen.size(), 10u);
+    EXPECT_EQ(result.loss.storage().nbytes(), sizeof(float));
+    EXPECT_EQ(result.losses.storage().nbytes(), 5 * sizeof(float));
+  }
+}
+
 TEST(PipelineRuntime, ARouteSkipsAStage) {
   const Pair batch = make_batch(6);
   for (const std::vector<uint32_t>& placement :

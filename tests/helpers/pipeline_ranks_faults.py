@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from helpers.pipeline_chain import (
     accumulate,
     batches,
@@ -205,23 +206,93 @@ def many_ranks(rank: int, ranks: int) -> bool:
     return sound
 
 
-def replica_ends(rank: int, ranks: int) -> Any:
-    """End the process of rank 3 in its backward; return what the others raise."""
+def replica_ends(rank: int, ranks: int, victim: int, where: str) -> Any:
+    """End a process in a backward, a hook or the optimizer; return what others raise.
+
+    Args:
+        rank: this rank.
+        ranks: their number.
+        victim: the one that ends.
+        where: in what.
+    """
+    due = [False]
+
+    def end(*_: Any) -> None:
+        if due[0] and rank == victim:
+            os._exit(1)
+
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Any:
+        end()
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        assert work is not None
+        return work.get_future()
+
+    with grid(rank) as place:
+        options: dict[str, Any] = {}
+        if where == "hook":
+            options["hook"] = place.replicas, hook
+        bench = _Bench(
+            place.stage,
+            plan("1f1b", 2, 4),
+            group=place.pipeline,
+            data_parallel=place.replicas,
+            **options,
+        )
+        optimizer = torch.optim.SGD(bench.modules[place.stage].parameters(), lr=0.1)
+        bench.step()
+        due[0] = True
+        if where == "W":
+            module = bench.modules[place.stage]
+            module.arm(("W", 2))
+            module._raise = end  # type: ignore[method-assign]
+        if where == "OPTIM":
+            optimizer.register_step_pre_hook(end)
+
+        def go_on() -> None:
+            # A rank that was done with a step hears of the loss in the next call.
+            for _ in range(2):
+                bench.step()
+                bench.runner.optimizer_step(optimizer, max_norm=1.0)
+
+        start = time.monotonic()
+        errors = [_caught(go_on) for _ in range(2)]
+        bench.runner.close()
+    known = [(*fields_of(error), str(error)) for error in errors]
+    # At once means: long before the limit of a message.
+    return fields_of(errors[0]), known[0] == known[1], time.monotonic() - start < 15
+
+
+def fields_of(error: PipelineError) -> tuple[Any, ...]:
+    """Return what must be equal on all ranks of all replicas."""
+    place = error.rank, error.stage, error.microbatch, error.action
+    return (*place, error.error_type, error.message, error.replica)
+
+
+def replica_silent(rank: int, ranks: int) -> Any:
+    """Let rank 3 be silent in its hook; return what each raises, and how it closes."""
+    due = [False]
+
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Any:
+        if due[0] and rank == 3:
+            time.sleep(8.0)
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        assert work is not None
+        return work.get_future()
+
     with grid(rank) as place:
         bench = _Bench(
             place.stage,
             plan("1f1b", 2, 4),
             group=place.pipeline,
             data_parallel=place.replicas,
+            hook=(place.replicas, hook),
+            timeout=2.0,
         )
         bench.step()
-        if rank == 3:
-            module = bench.modules[1]
-            module.arm(("W", 2))
-            module._raise = lambda _: os._exit(1)  # type: ignore[method-assign]
+        due[0] = True
+        error = _caught(bench.step)
         start = time.monotonic()
-        errors = [_caught(bench.step) for _ in range(2)]
         bench.runner.close()
-    same = errors[0].args == errors[1].args
-    # At once means: long before the limit of a message.
-    return errors[0].error_type, same, time.monotonic() - start < 15
+        soon = time.monotonic() - start < 3
+        dist.barrier()
+    return fields_of(error), soon

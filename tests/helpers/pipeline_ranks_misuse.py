@@ -137,7 +137,9 @@ def wrong_steps(rank: int, ranks: int) -> list[str]:
         except (ValueError, TypeError) as error:
             texts.append(f"{type(error).__name__} {error}")
         runner.zero_grad()
-    # Told later, where the norms are compared.
+    # Told later, where the norms are compared: the ranks know that all validate later.
+    runner.step(torch.cat(items), target=torch.cat(targets))
+    runner.optimizer_step(optimizer, max_norm=1.0, post_validate=True)
     runner.step(torch.cat(items), target=torch.cat(targets))
     runner.optimizer_step(optimizer, max_norm=1.0 + rank, post_validate=True)
     try:
@@ -149,6 +151,34 @@ def wrong_steps(rank: int, ranks: int) -> list[str]:
     applied = runner.optimizer_step(optimizer, max_norm=1.0, scaler=scaler).applied
     runner.close()
     return [*texts, str(applied)]
+
+
+def unlike_modes(rank: int, ranks: int, odd: int, norm: float | None) -> list[Any]:
+    """Validate later on one rank only, or at once; return the errors and what follows.
+
+    Args:
+        rank: this rank.
+        ranks: their number.
+        odd: the rank that does otherwise.
+        norm: to which all clip.
+    """
+    mine, m = chain(ranks), 3
+    optimizer = torch.optim.SGD(mine[rank].parameters(), lr=0.1)
+    runner = runner_of(mine, plan("1f1b", ranks, m), rank, timeout=10.0)
+    items, targets = batches([2] * m)
+    whole = torch.cat(items), torch.cat(targets)
+    found: list[Any] = []
+    for later in (rank == odd, rank != odd, True, False):
+        runner.zero_grad()
+        runner.step(whole[0], target=whole[1])
+        try:
+            runner.optimizer_step(optimizer, max_norm=norm, post_validate=later)
+            runner.flush()
+            found.append("fine")
+        except ValueError as error:
+            found.append(str(error))
+    runner.close()
+    return found
 
 
 class Gathers(nn.Module):

@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from typing import Any
+from unittest import mock
 
 import torch
 from helpers.pipeline_chain import (
@@ -21,6 +26,7 @@ from helpers.pipeline_ranks_replicas import Fails, adasum_of
 from torch import nn
 
 from torch_sm3.pipeline import PipelineError, plan
+from torch_sm3.pipeline._ties import Tie
 
 
 def tied(rank: int, ranks: int, placement: list[int], kind: str | None) -> Any:
@@ -148,3 +154,54 @@ def tied_failure(rank: int, ranks: int) -> list[str]:
             runner.zero_grad()
     runner.close()
     return wrong
+
+
+def interrupted(rank: int, ranks: int, victim: int) -> list[Any]:
+    """Press Ctrl-C on a rank that waits for the other members of a tied weight.
+
+    Args:
+        rank: this rank.
+        ranks: their number.
+        victim: where it is pressed.
+    """
+    m, due = 3, [False]
+    mine, whole = chain(ranks), chain(ranks)
+    name = {"0.weight": "shared"}
+    options: dict[int, dict[str, Any]] = {0: {"tied": name}, ranks - 1: {"tied": name}}
+    runner = runner_of(mine, plan("1f1b", ranks, m), rank, options)
+    items, targets = batches([2] * m)
+    accumulate(_alike(whole), items, targets, [1 / m] * m)
+    first, last = whole[0][0].weight, whole[-1][0].weight
+    total = first.grad + last.grad
+    first.grad, last.grad = total, total.clone()
+    plain = Tie.reduce
+
+    def reduce(tie: Tie, failed: bool) -> None:
+        if due[0] and rank != victim:
+            time.sleep(1.2)
+        elif due[0]:
+            threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
+        plain(tie, failed)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    found: list[Any] = []
+    with mock.patch.object(Tie, "reduce", reduce):
+        for number in range(3):
+            due[0] = number == 1
+            runner.zero_grad()
+            try:
+                runner.step(torch.cat(items), target=torch.cat(targets))
+                found.append(differing(mine, whole, [rank]))
+            except PipelineError as error:
+                found.append((type(error) is PipelineError, error.rank))
+                found.append((error.action[1:], error.error_type))
+    runner.close()
+    signal.signal(signal.SIGINT, before)
+    return found
+
+
+def _alike(whole: list[nn.Module]) -> list[nn.Module]:
+    """Give the last stage the first one's weight."""
+    with torch.no_grad():
+        whole[-1][0].weight.copy_(whole[0][0].weight)
+    return whole

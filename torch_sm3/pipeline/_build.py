@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch_sm3.pipeline._data import Needs
 from torch_sm3.pipeline._gradients import Gradients
 from torch_sm3.pipeline._links import Links, new_group, route_link
 from torch_sm3.pipeline._loss import may_divide
+from torch_sm3.pipeline._notice import Notice
 from torch_sm3.pipeline._random import devices_of
 from torch_sm3.pipeline._reduce import Hook, Reducer
 from torch_sm3.pipeline._rows import (
@@ -61,6 +63,7 @@ class Parts:
         machines: run the rows of this rank.
         control: exchange of small values with them.
         replicas: the ranks with the same stages, or None.
+        notice: what ended the runner, for all replicas, or None.
         shrink: by how much the reduction of sums makes them too small.
         gradients: ties and reductions.
     """
@@ -131,6 +134,7 @@ class Parts:
         self.replicas: Collective | None = None
         self.shrink = 1
         self.gradients = self._gradients(known, group, options, data_parallel, hook)
+        self.notice = self._notice()
 
     def forward_row(self, microbatches: int) -> list[Action]:
         """Return the actions of an eval.
@@ -147,6 +151,20 @@ class Parts:
     def replica(self) -> int:
         """Number of this replica among those of ``replicas``."""
         return 0 if self.replicas is None else self.replicas.rank
+
+    def _notice(self) -> Notice | None:
+        """Agree on a key with all ranks of all replicas: those of the first choose."""
+        key = ""
+        if self.replicas is not None:
+            key = str(self.replicas.gather(uuid.uuid4().hex)[0])
+        # The first of the ranks of a replica that has others beside it.
+        key = next(filter(None, self.control.exchange(key)[0]), "")
+        if not key:
+            return None
+        notice = Notice(key)
+        if self.replicas is not None:
+            self.replicas.notice = notice
+        return notice
 
     def close(self) -> None:
         """End the links and give the groups back."""

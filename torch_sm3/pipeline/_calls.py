@@ -13,6 +13,7 @@ from torch_sm3.pipeline._faults import (
     Failure,
     GroupLostError,
     LinksLostError,
+    Named,
     PipelineError,
     lost_error,
 )
@@ -21,6 +22,8 @@ _NOT_ALONE = (
     "PipelineRunner: expected no other call at work on the same group, but got one; "
     "call one after the other, or give each runner a group of its own"
 )
+# Longest wait for the name that another replica's links agree on, in seconds.
+_NEIGHBOURS = 2.0
 # Sessions at work, and the groups they work on, each with its thread.
 _busy: dict[Any, int] = {}
 _busy_lock = threading.Lock()
@@ -37,7 +40,7 @@ class Calls:
         self._parts = parts
         self._calls = 0
         self._closed = False
-        self._lost: Failure | None = None
+        self._lost: Named | None = None
 
     def close(self) -> None:
         """End the links and give the groups back."""
@@ -50,7 +53,7 @@ class Calls:
                 "PipelineRunner: expected an open runner, but got close()"
             )
         if self._lost is not None:
-            raise lost_error(self._lost)
+            raise lost_error(*self._lost)
 
     def _announce(self, evaluation: bool) -> None:
         """Let the messages that follow say which call they belong to."""
@@ -96,15 +99,31 @@ class Calls:
 
     def _give_up(self, error: BaseException) -> PipelineError:
         """Return the error of a call after which the links are of no use any more."""
-        links = self._parts.links
-        failure = self._failure("", error)
+        links, notice = self._parts.links, self._parts.notice
+        lost = Named(self._failure("", error), self._parts.replica)
         if isinstance(error, GroupLostError):
-            failure = failure._replace(error_type="PeerLost")
+            lost = self._gone(error)
         if links is not None:
             if not isinstance(error, LinksLostError):
-                links.fail(failure)
-            failure = links.failure() or failure
+                links.fail(lost)
+            lost = links.named(self._parts.replica) or lost
             # The alarm must leave before this process may end.
             links.flush(1.0)
-        self._lost = failure
-        return lost_error(failure)
+        if notice is not None:
+            lost = notice.write(lost)
+        self._lost = lost
+        return lost_error(*lost)
+
+    def _gone(self, error: GroupLostError) -> Named:
+        """Return what ended a collective of the replicas."""
+        parts = self._parts
+        failure = self._failure("", error)._replace(error_type=error.error_type)
+        if parts.notice is not None:
+            # The rank that is gone may have neighbours that know better.
+            waits = _NEIGHBOURS if parts.links is not None else 0.0
+            if (named := parts.notice.wait(waits)) is not None:
+                return named
+        if error.replica is None:
+            return Named(failure, parts.replica)
+        text = f"rank {parts.rank} ended or left the pipeline"
+        return Named(failure._replace(message=text), error.replica)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import pickle
 import threading
 import time
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 from torch_sm3.pipeline._faults import GroupLostError, LinksLostError
 from torch_sm3.pipeline._links import Links, new_group
+from torch_sm3.pipeline._notice import Notice
 
 # Longest wait without looking at signals, in seconds.
 _SLICE = 0.2
@@ -31,6 +34,8 @@ class Collective:
     Attributes:
         rank: this rank in it.
         size: number of its ranks.
+        notice: what ended the runner, once any of its ranks knows; None if there is no
+            such place.
     """
 
     def __init__(
@@ -42,6 +47,9 @@ class Collective:
         self.size = dist.get_world_size(self.group)
         self._ranks = dist.get_process_group_ranks(self.group)
         self._limit = timedelta(seconds=timeout)
+        self.notice: Notice | None = None
+        # Works that nobody waits for any more.
+        self._left: list[Any] = []
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -56,25 +64,52 @@ class Collective:
             GroupLostError: if a rank is gone or silent.
             LinksLostError: if the links are lost meanwhile.
         """
-        done = threading.Event()
-        work.get_future().add_done_callback(lambda _: done.set())
-        end = time.monotonic() + self._limit.total_seconds()
-        while not done.wait(_SLICE):
-            if self._links is not None and self._links.failure() is not None:
-                # The other ranks learn of it by their own links.
-                raise LinksLostError
-            if time.monotonic() > end:
-                raise self._lost()
+        try:
+            self.until(work.get_future(), self._limit.total_seconds())
+        except BaseException:
+            self._left.append(work)
+            raise
         try:
             work.wait()
         except RuntimeError as error:
             raise self._lost() from error
 
+    def until(self, future: Any, seconds: float = math.inf) -> None:
+        """Wait until a future is done, in slices that serve Ctrl-C.
+
+        Args:
+            future: of this or another group with the same ranks.
+            seconds: longest wait.
+
+        Raises:
+            GroupLostError: if that is too short, or a rank is known to be gone.
+            LinksLostError: if the links are lost meanwhile.
+        """
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        end = time.monotonic() + seconds
+        while not done.wait(_SLICE):
+            if self._links is not None and self._links.failure() is not None:
+                # The other ranks learn of it by their own links.
+                raise LinksLostError
+            if self.notice is not None and self.notice.read() is not None:
+                # A rank with which nothing is shared but the notice is gone.
+                raise self._lost()
+            if time.monotonic() > end:
+                raise GroupLostError(
+                    f"one of the ranks {self._others()} of the world, with the same "
+                    f"stages, was silent for {seconds:g} s",
+                    "TimeoutError",
+                )
+
+    def _others(self) -> list[int]:
+        return [rank for rank in self._ranks if rank != self._ranks[self.rank]]
+
     def _lost(self) -> GroupLostError:
-        others = [rank for rank in self._ranks if rank != self._ranks[self.rank]]
         return GroupLostError(
-            f"one of the ranks {others} of the world, with the same stages, ended or "
-            f"was silent for {self._limit.total_seconds():g} s"
+            f"one of the ranks {self._others()} of the world, with the same stages, "
+            "ended or left the pipeline",
+            replica=1 - self.rank if self.size == 2 else None,
         )
 
     def start_sum(self, tensor: torch.Tensor) -> Any:
@@ -107,6 +142,10 @@ class Collective:
         group, self._group = self._group, None
         if group is None:
             return
+        if not all(work.is_completed() for work in self._left):
+            # Gloo cannot abort a collective, and the end of its group would wait for
+            # a rank that may be silent for ever. So this one has no end.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         try:
             dist.destroy_process_group(group)
         except (AssertionError, ValueError, RuntimeError):

@@ -28,6 +28,13 @@ class Failure(NamedTuple):
         return f"rank {self.rank}{place}: {self.error_type}: {self.message}"
 
 
+class Named(NamedTuple):
+    """A failure and the data-parallel replica of its rank."""
+
+    failure: Failure
+    replica: int
+
+
 class PipelineError(RuntimeError):
     r"""Say on every rank which rank failed in a step, where and how.
 
@@ -99,11 +106,21 @@ class ProtocolError(PipelineError):
 ARGUMENTS = "arguments"
 
 
-def lost_error(failure: Failure) -> PipelineError:
-    """Return the error of a failure that ended the links themselves."""
-    if failure.error_type == ProtocolError.__name__:
-        return ProtocolError(failure)
-    return PipelineError(failure)
+def lost_error(failure: Failure, replica: int) -> PipelineError:
+    """Return the error of a failure that ended the links themselves.
+
+    Args:
+        failure: the failure.
+        replica: data-parallel replica of the rank that failed.
+    """
+    lost = failure.error_type == ProtocolError.__name__
+    kind = ProtocolError if lost else PipelineError
+    return kind(failure, (), replica_note(replica), replica)
+
+
+def replica_note(replica: int) -> str:
+    """Return what tells a replica's rank from that of the first one."""
+    return f" (replica {replica})" if replica else ""
 
 
 class LinksLostError(Exception):
@@ -127,4 +144,17 @@ class PeerFailedError(RuntimeError):
 
 
 class GroupLostError(Exception):
-    """End a step after a rank of another group than the links' is gone."""
+    """End a step after a rank of another group than the links' is gone.
+
+    Args:
+        message: what is known.
+        error_type: name for it, as in :class:`PipelineError`.
+        replica: replica of the rank that is gone, None if that is not known.
+    """
+
+    def __init__(
+        self, message: str, error_type: str = "PeerLost", replica: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.error_type = error_type
+        self.replica = replica

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from torch_sm3 import _ops
 from torch_sm3._groups import own_group
-from torch_sm3.pipeline._faults import Failure, LinksLostError, PoisonedError
+from torch_sm3.pipeline._faults import Failure, LinksLostError, Named, PoisonedError
 from torch_sm3.pipeline._values import pack, unpack
 
 ACTIVATION, GRADIENT, CONTROL = 0, 1, 2
@@ -154,14 +154,28 @@ class Links:
         """Wait until all that was sent has left."""
         self._native.flush(seconds)
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, named: Named) -> None:
         """Declare the links lost and tell every rank."""
-        self._native.fail(pack(tuple(failure), "")[0])
+        self._native.fail(pack((*named.failure, named.replica), "")[0])
 
     def failure(self) -> Failure | None:
         """Return why the links are lost, None if they are not."""
+        named = self.named(0)
+        return None if named is None else named.failure
+
+    def named(self, replica: int) -> Named | None:
+        """Return why the links are lost and where, None if they are not.
+
+        Args:
+            replica: of this rank; the failure is that of a rank of another one only
+                where :meth:`fail` said so.
+        """
         structure = self._native.failure()
-        return Failure.read(structure) if structure else None
+        if not structure:
+            return None
+        rest = unpack(structure, [])
+        fields = len(Failure._fields)
+        return Named(Failure(*rest[:fields]), *(rest[fields:] or [replica]))
 
     def close(self) -> None:
         """Stop all threads and give the group back."""

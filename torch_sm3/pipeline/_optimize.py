@@ -117,11 +117,7 @@ class Stepper:
         except BaseException as error:
             problem = error
         value = problem is not None, found, tuple(sums or ()), None, False, asked
-        values, _ = self._parts.control.exchange(value)
-        unlike = _unlike(values)
-        decision = judged(
-            values, self._parts.replicas, max_norm is not None, unlike is not None
-        )
+        decision, unlike = self._decide(value)
         if decision.stop:
             if scaler is not None:
                 forget(scaler, optimizer)
@@ -133,6 +129,53 @@ class Stepper:
         shrink(self._parts.gradients.parameters(), factor_of(decision, max_norm))
         apply(optimizer, scaler, decision.skip)
         return self._result(decision, scaler), False
+
+    def compare(
+        self,
+        max_norm: float | None,
+        scaler: GradScaler | None,
+        problem: BaseException | None,
+    ) -> tuple[None, bool]:
+        """Learn that all ranks are to step first. Collective, as is :meth:`step`.
+
+        Args:
+            max_norm: largest norm of all gradients, or None.
+            scaler: that scaled the loss, or None.
+            problem: why this rank cannot step.
+
+        Returns:
+            Nothing, and that all ranks know of each other.
+
+        Raises:
+            ArgumentsError: if the arguments are other than elsewhere.
+            PeerFailedError: if another rank cannot step.
+        """
+        asked = _asked(max_norm, scaler, post_validate=True)
+        value = problem is not None, False, (), None, False, asked
+        decision, unlike = self._decide(value)
+        if unlike is not None:
+            raise ArgumentsError(unlike)
+        if decision.stop:
+            raise problem or PeerFailedError("the optimizer of another rank failed")
+        return None, True
+
+    def _decide(self, value: tuple[Any, ...]) -> tuple[Decision, ValueError | None]:
+        """Ask all ranks of all replicas what they found and were asked for.
+
+        Args:
+            value: of this rank.
+        """
+        values, _ = self._parts.control.exchange(value)
+        unlike, norm = _unlike(values), value[-1][0]
+        decision = judged(
+            values, self._parts.replicas, norm is not None, unlike is not None
+        )
+        if decision.mixed and unlike is None:
+            unlike = ValueError(
+                "optimizer_step: expected post_validate alike on all replicas, but got "
+                "True on some and False on others (argument 'post_validate')"
+            )
+        return decision, unlike
 
     def step_first(
         self,

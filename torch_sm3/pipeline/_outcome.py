@@ -15,6 +15,7 @@ from torch_sm3.pipeline._faults import (
     Failure,
     PeerFailedError,
     PipelineError,
+    replica_note,
 )
 
 # Wrong arguments are raised on all ranks as what they are on one.
@@ -74,7 +75,7 @@ class Answer(NamedTuple):
         first, _, replica = self.failures[0]
         if first.action == ARGUMENTS and first.error_type in _ARGUMENT_ERRORS:
             return _ARGUMENT_ERRORS[first.error_type](first.message)
-        note = f" (replica {replica})" if replica else ""
+        note = replica_note(replica)
         if self.lost_gradients:
             note += "; gradients of earlier steps were lost with those of this one"
         others = tuple(str(other.failure) for other in self.failures[1:])

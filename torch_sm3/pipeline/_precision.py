@@ -22,11 +22,13 @@ class Decision(NamedTuple):
         stop: whether a rank failed; then nobody steps.
         skip: whether a gradient is infinite or NaN somewhere.
         norm: over all stages, None if it was not asked for.
+        mixed: whether only some replicas validate later; then nobody steps.
     """
 
     stop: bool
     skip: bool
     norm: float | None
+    mixed: bool
 
 
 def squares(
@@ -84,7 +86,7 @@ def judged(
 
     Args:
         values: of each rank whether it failed, whether it found an infinity and what
-            :func:`squares` returned.
+            :func:`squares` returned; at the end what it was asked for.
         replicas: the ranks with the same stages, or None.
         with_norm: whether a norm was asked for.
         stop: whether nobody may step, whatever they found.
@@ -92,7 +94,7 @@ def judged(
     values = list(values)
     stop = stop or any(value[0] for value in values)
     skip = any(value[1] for value in values)
-    norm = None
+    mixed, norm = False, None
     if with_norm and not stop:
         # In the order of the stages, so that the bits do not depend on the ranks.
         norm = math.sqrt(
@@ -101,10 +103,12 @@ def judged(
         skip = skip or not math.isfinite(norm)
     if replicas is not None:
         known = 0.0 if norm is None or skip else norm
-        word = replicas.maximum([float(stop), float(skip), known])
-        stop, skip = bool(word[0]), bool(word[1])
+        later = float(values[0][-1][-1])
+        word = replicas.maximum([float(stop), float(skip), known, later, -later])
+        mixed = word[3] != -word[4]
+        stop, skip = bool(word[0]) or mixed, bool(word[1])
         norm = norm if norm is None or skip else word[2]
-    return Decision(stop, skip, norm)
+    return Decision(stop, skip, norm, mixed)
 
 
 def factor_of(decision: Decision, max_norm: float | None) -> float:

@@ -246,7 +246,10 @@ class Reducer:
 
     def _wait(self, bucket: Bucket, future: Any) -> torch.Tensor:
         if self._hook is not None:
-            result = future.wait() if isinstance(future, _Future) else future
+            result = future
+            if isinstance(future, _Future):
+                self._replicas.until(future)
+                result = future.wait()
             return result[0] if isinstance(result, (tuple, list)) else result
         if future is not None:
             self._replicas.wait(future)

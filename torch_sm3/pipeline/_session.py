@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.amp import GradScaler
@@ -124,7 +124,8 @@ class Session(Updates):
             if answer.failures:
                 if not evaluation:
                     parts.gradients.drop()
-                raise answer.error() from run.cause_of(answer.failures[0].failure)
+                problem = None
+                _raise(answer, run)
         self.steps += not evaluation
         return self._result(answer, work.losses, evaluation)
 
@@ -202,7 +203,7 @@ class Session(Updates):
         row = parts.forward_row(count) if evaluation else parts.row
         bulletin = self._bulletin
         if bulletin is not None and parts.is_hub and not run.failed:
-            work.after_loss = lambda: bulletin.publish(work.losses)
+            work.after_loss = bulletin.publish
         if not evaluation:
             gradients.begin()
         own = with_validation(row) if self.stepper.pending else row
@@ -291,3 +292,13 @@ class Session(Updates):
         if not self._options.deterministic:
             return None
         return Seeds(self._options.seed, self.steps, evaluation, self._parts.devices)
+
+
+def _raise(answer: Answer, run: StepRun) -> NoReturn:
+    """Raise the error of a step; what was raised on this rank is its cause.
+
+    An exception holds its frames. None of these may hold it, or the batch would stay
+    until a garbage collection.
+    """
+    cause, run.cause = run.cause_of(answer.failures[0].failure), None
+    raise answer.error() from cause

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_sm3.pipeline._faults import PeerFailedError
+from torch_sm3.pipeline._faults import LinksLostError, PeerFailedError
 from torch_sm3.pipeline._links import Links
 from torch_sm3.pipeline._values import pack, unpack
 from torch_sm3.pipeline.stage import Stage
@@ -130,6 +130,8 @@ class Tie:
         self.root = members[0].rank
         self._others = sorted({member.rank for member in members} - {self.root})
         self._first = {m.rank: m.stage for m in reversed(members)}
+        # What a signal raised while other members were on their way.
+        self._held: BaseException | None = None
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -157,6 +159,7 @@ class Tie:
             own[0].copy_(self._hear(self.root))
         for parameter in own[1:]:
             parameter.copy_(own[0])
+        self._raise_held()
 
     @torch.no_grad()
     def reduce(self, failed: bool) -> None:
@@ -180,6 +183,7 @@ class Tie:
             total = None if stopped else self._sum({r: g for r, (_, g) in told.items()})
             for rank in self._others:
                 self._tell(rank, (stopped, total))
+        self._raise_held()
         if stopped and not failed:
             raise PeerFailedError("a rank with the same tied weight failed")
         for parameter in self.parameters if total is not None else ():
@@ -206,7 +210,23 @@ class Tie:
     def _hear(self, rank: int) -> Any:
         assert self._links is not None, "members elsewhere are reached by links"
         stages = self._first[rank], self.stage
-        structure, tensors, _ = self._links.take(
-            self._links.receive(rank, self._link, stages, 0)
-        )
-        return unpack(structure, tensors)
+        ticket = self._links.receive(rank, self._link, stages, 0)
+        while True:
+            try:
+                structure, tensors, _ = self._links.take(ticket)
+            except LinksLostError:
+                raise
+            except BaseException as error:
+                # Ctrl-C. What is on its way must not stay for the next step, and other
+                # members wait for an answer; a second one is meant.
+                if self._held is not None:
+                    raise
+                self._held = error
+            else:
+                return unpack(structure, tensors)
+
+    def _raise_held(self) -> None:
+        """Raise what a signal raised, now that all members have their answer."""
+        held, self._held = self._held, None
+        if held is not None:
+            raise held

@@ -38,6 +38,8 @@ class Updates(Calls):
         # The latest step, if it did not wait for the other ranks at its end.
         self._open: Open | None = None
         self._bulletin: Bulletin | None = None
+        # Whether all ranks know that all validate their optimizer steps later.
+        self._later = False
 
     def optimize(
         self,
@@ -62,7 +64,16 @@ class Updates(Calls):
 
         if not post_validate:
             self._hear_others()
-            return self._together(act)
+            result: OptimResult = self._together(act)
+            self._later = False
+            return result
+        if not self._later:
+            # Once, since a rank that steps at once hears nobody before it goes on.
+            self._hear_others()
+            self._together(
+                lambda problem: self.stepper.compare(max_norm, scaler, problem)
+            )
+            self._later = True
         self._check_open()
         with self._alone() as problem:
             if problem is not None:
@@ -160,7 +171,7 @@ class Updates(Calls):
         wrong = self.stepper.validate()[1]
         if work.after_loss is not None and not wrong:
             # All losses may be there already, and have not been told yet.
-            work.after_loss()
+            work.after_loss(work.losses)
         return wrong
 
 

@@ -94,12 +94,12 @@ class StepWork:
     Attributes:
         feed: inputs and targets.
         losses: of the last stage.
-        after_loss: called after each loss, or None.
+        after_loss: called with all losses so far after each one, or None.
     """
 
     feed: Feed
     losses: Losses
-    after_loss: Callable[[], None] | None = None
+    after_loss: Callable[[Losses], None] | None = None
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class StepWork:
                 return output
             loss = self.losses.finish(output, self.feed.target(microbatch))
         if self.after_loss is not None:
-            self.after_loss()
+            self.after_loss(self.losses)
         return loss
 
     def weights(self) -> list[float]:

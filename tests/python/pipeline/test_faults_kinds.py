@@ -45,6 +45,25 @@ def test_pipeline_row_22_interleaved_with_fewer_microbatches_than_ranks(
     assert pools(6).run(ranks_faults.many_ranks) == [True] * 6
 
 
-def test_a_process_that_ends_in_one_replica(pools: Pools) -> None:
-    answers = pools(4).run(ranks_faults.replica_ends, lost=(3,))
-    assert answers == [("PeerLost", True, True)] * 3 + [None]
+@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("where", ["W", "hook", "OPTIM"])
+def test_a_process_that_ends_has_one_name_in_all_replicas(
+    pools: Pools, victim: int, where: str
+) -> None:
+    answers = pools(4).run(ranks_faults.replica_ends, victim, where, lost=(victim,))
+    # A rank is told by its place in its pipeline, and by the replica.
+    stage, replica = victim % 2, victim // 2
+    text = f"rank {stage} ended or left the pipeline"
+    wanted = ((stage, stage, 0, "", "PeerLost", text, replica), True, True)
+    expected = [wanted] * 4
+    expected[victim] = None
+    assert answers == expected
+
+
+def test_silence_in_one_replica_has_one_name_and_holds_up_no_close(
+    pools: Pools,
+) -> None:
+    answers = pools(4).run(ranks_faults.replica_silent)
+    assert answers == [answers[0]] * 4
+    (*_, error_type, _, _), soon = answers[0]
+    assert (error_type, soon) == ("TimeoutError", True)

@@ -50,6 +50,22 @@ def test_optimizer_steps_that_do_not_fit_are_named_on_all_ranks(pools: Pools) ->
         assert wanted in text, text
 
 
+@pytest.mark.parametrize(("ranks", "odd"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+@pytest.mark.parametrize("norm", [None, 0.1])
+def test_some_ranks_validate_later_is_one_error_on_all(
+    pools: Pools, ranks: int, odd: int, norm: float | None
+) -> None:
+    answers = pools(ranks).run(ranks_misuse.unlike_modes, odd, norm)
+    assert answers == [answers[0]] * ranks
+    first, second, *rest = answers[0]
+    for text, alone in ((first, True), (second, False)):
+        there = alone if odd == 0 else not alone
+        assert (
+            f"expected post_validate {there} as on rank 0, but got {not there}" in text
+        )
+    assert rest == ["fine", "fine"]
+
+
 def test_unshard_and_reshard_reach_all_modules_of_a_stage(pools: Pools) -> None:
     calls = ["UNSHARD", "RESHARD"]
     assert pools(1).run(ranks_misuse.gathered) == [[calls, calls]]

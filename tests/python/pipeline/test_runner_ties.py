@@ -41,3 +41,12 @@ def test_tied_weights_of_unlike_shapes_are_refused(pools: Pools) -> None:
 
 def test_a_failure_on_the_rank_of_a_tied_weight(pools: Pools) -> None:
     assert pools(2).run(ranks_ties.tied_failure) == [[]] * 2
+
+
+@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), (3, 0), (3, 2)])
+def test_ctrl_c_among_the_members_of_a_tied_weight_leaves_clean_links(
+    pools: Pools, ranks: int, victim: int
+) -> None:
+    answers = pools(ranks).run(ranks_ties.interrupted, victim)
+    wanted = [[], (True, victim), ("TIE_REDUCE0", "KeyboardInterrupt"), []]
+    assert answers == [wanted] * ranks
