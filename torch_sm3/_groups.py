@@ -23,11 +23,6 @@ def own_group(
 ) -> dist.ProcessGroup:
     """Make a process group of the ranks of another; collective over these ranks.
 
-    ``torch.distributed.new_group(use_local_synchronization=True)`` would do, but it
-    names groups by a counter of this process, so that ranks that made unlike groups
-    before wait for each other under different names. Here the ranks count together, in
-    the store of the default group, and torch's counter stays as it is.
-
     Args:
         group: whose ranks and order the new one has; the default group if None.
         timeout: of the new group, that of ``group`` if None.
@@ -36,10 +31,33 @@ def own_group(
     Returns:
         A group for ``torch.distributed.destroy_process_group``.
     """
+    group = group or dist.distributed_c10d._get_default_group()
+    return group_of_ranks(
+        dist.get_process_group_ranks(group),
+        timeout_of(group) if timeout is None else timeout,
+        backend or dist.get_backend_config(group),
+    )
+
+
+def group_of_ranks(
+    ranks: list[int], timeout: timedelta, backend: str
+) -> dist.ProcessGroup:
+    """Make a process group of some ranks; collective over these.
+
+    ``torch.distributed.new_group(use_local_synchronization=True)`` would do, but it
+    names groups by a counter of this process, so that ranks that made unlike groups
+    before wait for each other under different names. Here the ranks count together, in
+    the store of the default group, and torch's counter stays as it is.
+
+    Args:
+        ranks: of the default group, in the order of the new one.
+        timeout: of the new group.
+        backend: of the new group.
+
+    Returns:
+        A group for ``torch.distributed.destroy_process_group``.
+    """
     c10d: Any = dist.distributed_c10d
-    group = group or c10d._get_default_group()
-    ranks = dist.get_process_group_ranks(group)
-    timeout = timeout_of(group) if timeout is None else timeout
     digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:12]
     store = c10d._get_default_store()
     arrived = store.add(f"torch_sm3/{digest}/arrived", 1)
@@ -57,7 +75,7 @@ def own_group(
             len(ranks),
             ranks.index(dist.get_rank()),
             ranks,
-            dist.Backend(backend or dist.get_backend_config(group)),
+            dist.Backend(backend),
             store,
             name,
             timeout=timeout,

@@ -97,6 +97,7 @@ Header random_header(std::mt19937_64* random) {
     TensorMeta meta;
     meta.dtype = static_cast<int8_t>(below(40));
     meta.requires_grad = below(2) == 1;
+    meta.on_device = below(2) == 1;
     for (uint64_t d = below(7); d > 0; --d) {
       meta.sizes.push_back(static_cast<int64_t>(below(300)));
     }

@@ -14,7 +14,8 @@ from torch_sm3.pipeline._collective import Collective
 from torch_sm3.pipeline._control import Control
 from torch_sm3.pipeline._data import Needs
 from torch_sm3.pipeline._gradients import Gradients
-from torch_sm3.pipeline._links import Links, new_group, route_link
+from torch_sm3.pipeline._lanes import open_lanes
+from torch_sm3.pipeline._links import Links, new_group, patience, route_link
 from torch_sm3.pipeline._loss import may_divide
 from torch_sm3.pipeline._notice import Notice
 from torch_sm3.pipeline._random import devices_of
@@ -115,8 +116,16 @@ class Parts:
             hub = self.placement[-1]
             first = [self.placement.index(rank) for rank in range(size)]
             delay = {(a, b): seconds for a, b, seconds in options.link_delay}
+            lanes = open_lanes(
+                group,
+                own,
+                self.placement,
+                self.routes,
+                [stage.module for stage in self.stages.values()],
+                patience(options.timeout),
+            )
             self.links = Links(
-                own, options.timeout, options.max_pending, hub, first, delay
+                own, options.timeout, options.max_pending, hub, first, delay, lanes
             )
         splits = {index: stage.split for index, stage in self.stages.items()}
         fused = [index for index, stage in self.stages.items() if stage.fused]

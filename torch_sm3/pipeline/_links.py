@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch_sm3 import _ops
 from torch_sm3._groups import own_group
 from torch_sm3.pipeline._faults import Failure, LinksLostError, Named, PoisonedError
+from torch_sm3.pipeline._lanes import Lanes
 from torch_sm3.pipeline._values import pack, unpack
 
 ACTIVATION, GRADIENT, CONTROL = 0, 1, 2
@@ -33,9 +34,17 @@ def new_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGr
         group: the ranks, all of them if None.
         timeout: longest wait for a message, in seconds.
     """
+    return own_group(group, patience(timeout), "gloo")
+
+
+def patience(timeout: float) -> timedelta:
+    """Return how long ranks wait for each other to open groups.
+
+    Args:
+        timeout: longest wait for a message, in seconds.
+    """
     # Ranks may come to a constructor minutes apart, as messages may not.
-    limit = timedelta(seconds=max(timeout, 300.0))
-    return own_group(group, limit, "gloo")
+    return timedelta(seconds=max(timeout, 300.0))
 
 
 class Links:
@@ -48,6 +57,7 @@ class Links:
         hub: rank that gathers the outcome of a step.
         first_stage: first stage of each rank.
         link_delay: seconds by which messages from a rank to another are held back.
+        lanes: how tensors of a device travel; if None, all must be on the CPU.
     """
 
     def __init__(
@@ -58,11 +68,22 @@ class Links:
         hub: int,
         first_stage: list[int],
         link_delay: Mapping[tuple[int, int], float] | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
+        self._lanes = lanes
         self._group: dist.ProcessGroup | None = group
         delays = [(*link, held) for link, held in (link_delay or {}).items()]
         self._native = _ops.pipeline_transport_class()(
-            group.boxed(), timeout, max_pending, hub, first_stage, delays
+            group.boxed(),
+            timeout,
+            max_pending,
+            hub,
+            first_stage,
+            delays,
+            lanes.links if lanes else [],
+            [pair.boxed() for pair in lanes.groups] if lanes else [],
+            str(lanes.device) if lanes else "cpu",
+            lanes.routes if lanes else 0,
         )
         # A runner that nobody closes must not hold up the interpreter's exit.
         self._close = weakref.finalize(self, self._native.close)
@@ -133,8 +154,9 @@ class Links:
         return structure, tensors, requires_grad
 
     def tell(self, peer: int, value: Any) -> None:
-        """Send a control message."""
+        """Send a control message; its tensors arrive on the CPU."""
         structure, tensors = pack(value, "")
+        tensors = [tensor.cpu() for tensor in tensors]
         self.send(peer, CONTROL, (0, 0), 0, structure, tensors)
 
     def hear(self, peer: int) -> Any:
@@ -179,10 +201,13 @@ class Links:
 
     def close(self) -> None:
         """Stop all threads and give the group back."""
-        self._close()
         group, self._group = self._group, None
+        lost = self._lanes is not None and bool(self._native.failure())
+        self._close()
         if group is None:
             return
+        if self._lanes is not None:
+            self._lanes.close(lost)
         try:
             dist.destroy_process_group(group)
         except (AssertionError, ValueError, RuntimeError):

@@ -154,7 +154,7 @@ class Tie:
         own = self.parameters
         if self._rank == self.root:
             for rank in self._others:
-                self._tell(rank, own[0].detach())
+                self._tell(rank, own[0].detach().cpu())
         else:
             own[0].copy_(self._hear(self.root))
         for parameter in own[1:]:
@@ -172,7 +172,12 @@ class Tie:
             PeerFailedError: if another member's rank has failed.
             LinksLostError: if one is gone.
         """
-        own = [None if failed else parameter.grad for parameter in self.parameters]
+        # Added on the CPU where members of several ranks meet: ties are no payload.
+        place = torch.device("cpu") if self._others else None
+        own = [
+            None if failed or p.grad is None else p.grad.to(device=place)
+            for p in self.parameters
+        ]
         if self._rank != self.root:
             self._tell(self.root, (failed, own))
             stopped, total = self._hear(self.root)

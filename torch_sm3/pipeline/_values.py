@@ -40,7 +40,8 @@ def pack(value: Any, owner: str) -> tuple[str, list[torch.Tensor]]:
 def _walk(item: Any, path: str, owner: str, tensors: list[torch.Tensor]) -> str:
     kind = type(item)
     if isinstance(item, torch.Tensor):
-        if item.layout != torch.strided or item.device.type != "cpu":
+        # Whether a tensor of CUDA can reach its stage, the links know.
+        if item.layout != torch.strided or item.device.type not in ("cpu", "cuda"):
             _refuse(f"a {item.layout} tensor on {item.device}", path, owner)
         tensors.append(item)
         return "t"
@@ -65,8 +66,8 @@ def _walk(item: Any, path: str, owner: str, tensors: list[torch.Tensor]) -> str:
 
 def _refuse(what: str, path: str, owner: str) -> str:
     raise TypeError(
-        f"PipelineRunner: expected {owner} to return dense CPU tensors, None, "
-        "bool, int, float, str or tuples, lists and dicts of them, but got "
+        f"PipelineRunner: expected {owner} to return dense CPU or CUDA tensors, "
+        "None, bool, int, float, str or tuples, lists and dicts of them, but got "
         f"{what} at {path}"
     )
 

@@ -227,7 +227,11 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
               int64_t,
               int64_t,
               std::vector<int64_t>,
-              std::vector<PipelineTransport::Delay>>())
+              std::vector<PipelineTransport::Delay>,
+              std::vector<PipelineTransport::Link>,
+              std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>,
+              std::string,
+              int64_t>())
       .def("begin", &PipelineTransport::begin)
       .def("send", &PipelineTransport::send)
       .def("receive", &PipelineTransport::receive)

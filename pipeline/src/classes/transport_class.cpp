@@ -2,6 +2,8 @@
 // torch.classes.torch_sm3.PipelineTransport, registered with PipelineMachine.
 #include <classes/transport_class.h>
 
+#include <transport/lanes.h>
+
 #include <torch_sm3/check.h>
 
 namespace torch_sm3::pipeline {
@@ -30,6 +32,35 @@ delays(const std::vector<PipelineTransport::Delay>& link_delay) {
   return map;
 }
 
+std::shared_ptr<Lanes> open_lanes(
+    int64_t rank,
+    const std::vector<PipelineTransport::Link>& links,
+    const std::vector<Lane::Group>& groups,
+    const std::string& device,
+    int64_t routes) {
+  TORCH_SM3_CHECK_VALUE(
+      links.size() == groups.size(),
+      "PipelineTransport",
+      "lane_groups",
+      c10::str(links.size(), " groups, one for each lane"),
+      groups.size());
+  if (links.empty()) {
+    return nullptr;
+  }
+  std::map<Lanes::Link, Lane::Group> by_link;
+  std::vector<Lanes::Link> order;
+  for (size_t i = 0; i < links.size(); ++i) {
+    order.emplace_back(std::get<0>(links[i]), std::get<1>(links[i]));
+    by_link[order.back()] = groups[i];
+  }
+  return std::make_shared<Lanes>(
+      rank,
+      std::move(order),
+      [&](int64_t from, int64_t to) { return by_link.at({from, to}); },
+      c10::Device(device),
+      static_cast<uint32_t>(routes));
+}
+
 Header stages(int64_t source, int64_t target, int64_t microbatch) {
   Header header;
   header.source = static_cast<uint16_t>(source);
@@ -46,14 +77,19 @@ PipelineTransport::PipelineTransport(
     int64_t max_pending,
     int64_t hub,
     std::vector<int64_t> first_stage,
-    const std::vector<Delay>& link_delay)
+    const std::vector<Delay>& link_delay,
+    const std::vector<Link>& lanes,
+    const std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>& lane_groups,
+    const std::string& device,
+    int64_t routes)
     : transport_(
-          std::move(group),
+          group,
           {timeout,
            max_pending,
            hub,
            std::move(first_stage),
-           delays(link_delay)}) {}
+           delays(link_delay)},
+          open_lanes(group->getRank(), lanes, lane_groups, device, routes)) {}
 
 void PipelineTransport::begin(int64_t step, bool evaluation) {
   transport_.begin(static_cast<uint64_t>(step), evaluation);

@@ -17,16 +17,25 @@ namespace torch_sm3::pipeline {
 // torch.classes.torch_sm3.PipelineTransport, for the Python face.
 class PipelineTransport : public torch::CustomClassHolder {
  public:
+  // Sending and receiving rank of a link.
+  using Link = std::tuple<int64_t, int64_t>;
   // Sending rank, receiving rank, seconds.
   using Delay = std::tuple<int64_t, int64_t, double>;
 
+  // `lanes` are the links of this rank by which tensors of `device` travel,
+  // `lane_groups` for each a group of the two, the sender first; none if all
+  // tensors are on the CPU.
   PipelineTransport(
       c10::intrusive_ptr<c10d::ProcessGroup> group,
       double timeout,
       int64_t max_pending,
       int64_t hub,
       std::vector<int64_t> first_stage,
-      const std::vector<Delay>& link_delay);
+      const std::vector<Delay>& link_delay,
+      const std::vector<Link>& lanes,
+      const std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>& lane_groups,
+      const std::string& device,
+      int64_t routes);
 
   Transport& transport() {
     return transport_;

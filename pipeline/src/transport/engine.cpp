@@ -8,11 +8,13 @@
 namespace torch_sm3::pipeline {
 Transport::Engine::Engine(
     c10::intrusive_ptr<c10d::ProcessGroup> group,
-    TransportOptions options)
+    TransportOptions options,
+    std::shared_ptr<Lanes> lanes)
     : options_(std::move(options)),
       rank_(group->getRank()),
       size_(group->getSize()),
-      group_(std::move(group)) {}
+      group_(std::move(group)),
+      lanes_(std::move(lanes)) {}
 
 void Transport::Engine::start() {
   const Lock lock(mutex_);
@@ -197,6 +199,9 @@ void Transport::Engine::close() {
   // What was sent last may still be on its way: the answer of the hub, or the
   // alarm. After a loss the peer may be gone, so the wait is short.
   flush(was_lost ? 0.5 : 5.0);
+  if (lanes_) {
+    lanes_->close(std::chrono::milliseconds(was_lost ? 500 : 5000));
+  }
   {
     const Lock lock(mutex_);
     stopping_ = true;
@@ -217,7 +222,9 @@ void Transport::Engine::close() {
     entry.second->queue.clear();
   }
   receipts_.clear();
+  by_lane_.clear();
   outgoing_.clear();
+  lanes_.reset();
   group_.reset();
 }
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <transport/lanes.h>
+
 #include <torch_sm3/pipeline/transport.h>
 
 #include <algorithm>
@@ -29,14 +31,18 @@ inline std::chrono::nanoseconds in_seconds(double value) {
 // exist for what must go on while the caller computes: one listens to the
 // control messages of each control peer, one per link receives large payloads
 // that nothing foretold, one wakes callers whose wait has lasted long enough,
-// and one posts what a slow link holds back.
+// and one posts what a slow link holds back. Where tensors of a device have
+// lanes, the links' threads receive all headers, and each posts what its header
+// announces at once, in the order in which the messages of a peer were asked
+// for: so nobody waits for such tensors but the streams that use them.
 // Threads hold a shared pointer, so one that cannot be stopped never outlives
 // what it uses.
 class Transport::Engine : public std::enable_shared_from_this<Engine> {
  public:
   Engine(
       c10::intrusive_ptr<c10d::ProcessGroup> group,
-      TransportOptions options);
+      TransportOptions options,
+      std::shared_ptr<Lanes> lanes);
 
   void start();
   void begin(uint64_t step, bool evaluation);
@@ -85,6 +91,8 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
     bool threaded = false;           // the link's thread does the rest
     std::optional<Message> arriving; // its header is known
     std::optional<Message> message;
+    bool unposted = false; // its tensors on a device are not on their way yet
+    Lane::Arrival arrival; // those that are
     std::optional<Time> since; // start of the wait
   };
   // A transmission of its own: the bytes, and which of the link's tags it has.
@@ -229,6 +237,9 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   bool await(Incoming& link, const Work& work);
   static void abort_wait(const Work& work);
   void match(Incoming& link);
+  void announce_lane(Receipt& receipt) const;
+  void post_lane(int64_t peer);
+  void take_from_lane(const Receipt& receipt, Message& message);
   void stop(Incoming& link);
   int tag(Channel channel, int64_t from, int64_t to) const;
   Failure lost_peer(int64_t peer) const;
@@ -238,6 +249,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   const int64_t rank_;
   const int64_t size_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::shared_ptr<Lanes> lanes_; // null: all tensors are on the CPU
   std::mutex posting_; // keeps the order of posts and parcels the same
 
   mutable std::mutex mutex_;        // guards all below
@@ -257,6 +269,9 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   std::map<int64_t, std::shared_ptr<Receipt>> receipts_;
   std::map<Key, std::unique_ptr<Outgoing>> outgoing_;
   std::map<Key, std::unique_ptr<Incoming>> incoming_;
+  // Messages of a peer in the order of their asks, from the first one whose
+  // tensors may have to come by the lane.
+  std::map<int64_t, std::deque<std::shared_ptr<Receipt>>> by_lane_;
   std::list<Waiting> waiting_;
   std::thread watcher_;
   std::thread delayer_; // runs if any link of this rank is to be slow

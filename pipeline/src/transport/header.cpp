@@ -14,6 +14,9 @@ constexpr uint16_t kVersion = 1;
 constexpr size_t kFixedBytes = 4 + 2 + 1 + 1 + 8 + 4 + 4 + 2 + 2 + 4 + 4 + 4;
 constexpr uint8_t kClasses = 5;
 constexpr size_t kMaxRank = 64;
+// What else is said of a tensor, beside its type and shape.
+constexpr uint8_t kRequiresGrad = 1;
+constexpr uint8_t kOnDevice = 2;
 
 // Little-endian on every machine, so that ranks may differ in kind.
 class Writer {
@@ -123,12 +126,13 @@ Header read_fixed(const uint8_t* frame, Lengths* lengths) {
 TensorMeta read_meta(Reader* reader) {
   TensorMeta meta;
   meta.dtype = reader->get<int8_t>();
-  const auto requires_grad = reader->get<uint8_t>();
+  const auto traits = reader->get<uint8_t>();
   const auto rank = reader->get<uint8_t>();
-  if (requires_grad > 1 || rank > kMaxRank) {
+  if (traits > (kRequiresGrad | kOnDevice) || rank > kMaxRank) {
     throw HeaderError("header: expected a tensor's type and shape");
   }
-  meta.requires_grad = requires_grad == 1;
+  meta.requires_grad = (traits & kRequiresGrad) != 0;
+  meta.on_device = (traits & kOnDevice) != 0;
   // The product of the sizes is what the receiver allocates: it must not wrap.
   int64_t elements = 1;
   bool overflow = false;
@@ -185,7 +189,9 @@ std::vector<uint8_t> encode(const Header& header) {
           std::to_string(meta.sizes.size()));
     }
     body.put(static_cast<uint8_t>(meta.dtype));
-    body.put<uint8_t>(meta.requires_grad ? 1 : 0);
+    body.put<uint8_t>(
+        (meta.requires_grad ? kRequiresGrad : 0) |
+        (meta.on_device ? kOnDevice : 0));
     body.put(static_cast<uint8_t>(meta.sizes.size()));
     for (const int64_t size : meta.sizes) {
       body.put(size);

@@ -29,7 +29,7 @@ at::Tensor payload_bytes(const at::Tensor& tensor) {
       .view(c10::ScalarType::Byte);
 }
 
-at::Tensor allocate(const TensorMeta& meta, size_t most) {
+at::Tensor allocate(const TensorMeta& meta, size_t most, c10::Device device) {
   const auto type = static_cast<c10::ScalarType>(meta.dtype);
   if (!can_travel(type)) {
     throw HeaderError(
@@ -45,36 +45,34 @@ at::Tensor allocate(const TensorMeta& meta, size_t most) {
     throw HeaderError("header: expected a smaller tensor in a small message");
   }
   try {
-    return at::empty(meta.sizes, at::TensorOptions().dtype(type));
+    return at::empty(meta.sizes, at::TensorOptions(type).device(device));
   } catch (const std::exception& error) {
     throw HeaderError(
         std::string("header: expected memory for a tensor: ") + error.what());
   }
 }
 
-TensorMeta meta_of(const at::Tensor& tensor) {
+TensorMeta meta_of(const at::Tensor& tensor, bool on_device) {
   TORCH_CHECK_TYPE(
-      tensor.layout() == c10::kStrided && tensor.device().is_cpu() &&
+      tensor.layout() == c10::kStrided &&
+          (on_device || tensor.device().is_cpu()) &&
           can_travel(tensor.scalar_type()),
-      "PipelineTransport: expected dense CPU tensors, but got ",
+      "PipelineTransport: expected dense CPU tensors, or dense CUDA tensors "
+      "between stages whose weights are on CUDA and whose group is of NCCL, "
+      "but got ",
       tensor.toString(),
+      " on ",
+      tensor.device(),
       " (argument 'tensors')");
   return {
       static_cast<int8_t>(tensor.scalar_type()),
       tensor.requires_grad(),
-      tensor.sizes().vec()};
+      tensor.sizes().vec(),
+      on_device};
 }
 
 size_t payload_size(const at::Tensor& tensor) {
   return tensor.numel() == 0 ? 0 : tensor.nbytes();
-}
-
-size_t payload_size(const std::vector<at::Tensor>& tensors) {
-  size_t sum = 0;
-  for (const at::Tensor& tensor : tensors) {
-    sum += payload_size(tensor);
-  }
-  return sum;
 }
 
 uint8_t* copy_payload(const at::Tensor& tensor, uint8_t* to) {
@@ -98,7 +96,8 @@ bool same_layout(
                                 tensors.end(),
                                 [](const TensorMeta& a, const TensorMeta& b) {
                                   return a.dtype == b.dtype &&
-                                         a.sizes == b.sizes;
+                                         a.sizes == b.sizes &&
+                                         a.on_device == b.on_device;
                                 });
 }
 
@@ -135,6 +134,10 @@ Message unpack(const at::Tensor& buffer) {
   const uint8_t* end = data + buffer.numel();
   Message message{decode({data, payload}), {}};
   for (const TensorMeta& meta : message.header.tensors) {
+    if (meta.on_device) {
+      message.tensors.emplace_back(); // comes another way
+      continue;
+    }
     message.tensors.push_back(
         allocate(meta, static_cast<size_t>(end - payload)));
     const at::Tensor& tensor = message.tensors.back();

@@ -12,25 +12,28 @@ namespace torch_sm3::pipeline {
 // transmission with the frame: a rendezvous costs more than to copy that much.
 inline constexpr size_t kSmallPayload = size_t{1} << 16;
 
-// The bytes of a dense CPU tensor as a flat uint8 tensor that shares or, if it
+// The bytes of a dense tensor as a flat uint8 tensor that shares or, if it
 // was not contiguous, owns its storage.
 at::Tensor payload_bytes(const at::Tensor& tensor);
 
 // A tensor for the elements that `meta` announces. Throws HeaderError if there
 // is no such type, no memory for it, or it takes more than `most` bytes.
-at::Tensor allocate(const TensorMeta& meta, size_t most = SIZE_MAX);
+at::Tensor allocate(
+    const TensorMeta& meta,
+    size_t most = SIZE_MAX,
+    c10::Device device = c10::kCPU);
 
-// Type, shape and differentiability of `tensor`.
-TensorMeta meta_of(const at::Tensor& tensor);
+// Type, shape and differentiability of `tensor`, which must be dense, and on
+// the CPU unless its elements travel by the ranks' devices.
+TensorMeta meta_of(const at::Tensor& tensor, bool on_device = false);
 
 // Bytes of the elements.
 size_t payload_size(const at::Tensor& tensor);
-size_t payload_size(const std::vector<at::Tensor>& tensors);
 
 // Writes the bytes of a tensor's elements; returns where they end.
 uint8_t* copy_payload(const at::Tensor& tensor, uint8_t* to);
 
-// Whether there are tensors, and of the same types and shapes.
+// Whether there are tensors, and of the same types, shapes and places.
 bool same_layout(
     const std::vector<TensorMeta>& layout,
     const std::vector<TensorMeta>& tensors);

@@ -43,6 +43,9 @@ void Transport::Engine::ask(int64_t ticket) {
       }
       return;
     }
+    if (lanes_ && lanes_->has(receipt->channel)) {
+      by_lane_[receipt->peer].push_back(receipt);
+    }
     post_frames(link);
     if (link.queue.front() == receipt) {
       next_message(link);
@@ -106,7 +109,9 @@ void Transport::Engine::next_message(Incoming& link) {
   }
   Receipt& first = *link.queue.front();
   offer(link, first);
-  first.threaded = link.surprised || stuck_ > 0;
+  // A thread, because a lane's receive is posted as soon as the header is here.
+  first.threaded =
+      link.surprised || stuck_ > 0 || (lanes_ && lanes_->has(first.channel));
   if (!first.threaded) {
     return;
   }
@@ -124,8 +129,8 @@ void Transport::Engine::offer(Incoming& link, Receipt& receipt) {
   }
   std::deque<Work> works;
   for (const TensorMeta& meta : link.layout) {
-    receipt.offer.push_back(allocate(meta));
-    if (!meta.empty()) {
+    receipt.offer.push_back(meta.on_device ? at::Tensor() : allocate(meta));
+    if (meta.travels()) {
       const at::Tensor bytes = payload_bytes(receipt.offer.back());
       works.push_back(post_receive(link, bytes, link.tag + kOfferTag));
     }
@@ -176,6 +181,8 @@ Outcome Transport::Engine::wait(int64_t ticket, double seconds) {
     while (!receipt->message && !lost() && !stopping_ && Clock::now() < limit) {
       progress(lock, link, limit);
     }
+    changed_.wait_until(
+        lock, limit, [&] { return !receipt->unposted || lost() || stopping_; });
   } catch (const HeaderError& error) {
     const std::string what = error.what();
     lock.unlock();
@@ -186,7 +193,7 @@ Outcome Transport::Engine::wait(int64_t ticket, double seconds) {
     fail_with(lost_peer(receipt->peer), receipt->peer);
     return Outcome::kLost;
   }
-  if (receipt->message) {
+  if (receipt->message && !receipt->unposted) {
     return Outcome::kDone;
   }
   if (lost() || stopping_) {
@@ -202,11 +209,15 @@ Outcome Transport::Engine::wait(int64_t ticket, double seconds) {
 }
 
 Message Transport::Engine::take(int64_t ticket) {
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
   const auto found = receipts_.find(ticket);
-  if (found != receipts_.end() && found->second->message) {
-    Message message = std::move(*found->second->message);
+  if (found != receipts_.end() && found->second->message &&
+      !found->second->unposted) {
+    const std::shared_ptr<Receipt> receipt = std::move(found->second);
     receipts_.erase(found);
+    Message message = std::move(*receipt->message);
+    lock.unlock();
+    take_from_lane(*receipt, message);
     return message;
   }
   TORCH_CHECK_VALUE(
@@ -282,8 +293,9 @@ void Transport::Engine::open_header(Incoming& link, Receipt& receipt) {
       message.tensors = std::move(receipt.offer);
     } else {
       for (const TensorMeta& meta : message.header.tensors) {
-        message.tensors.push_back(allocate(meta));
-        if (!meta.empty()) {
+        message.tensors.push_back(
+            meta.on_device ? at::Tensor() : allocate(meta));
+        if (meta.travels()) {
           const at::Tensor bytes = payload_bytes(message.tensors.back());
           receipt.works.push_back(
               post_receive(link, bytes, link.tag + kRestTag));
@@ -293,6 +305,7 @@ void Transport::Engine::open_header(Incoming& link, Receipt& receipt) {
     link.layout = message.header.tensors;
     receipt.arriving = std::move(message);
   }
+  announce_lane(receipt);
   receipt.offer.clear();
   link.spare.push_back(std::move(receipt.buffer));
 }

@@ -60,9 +60,21 @@ Outcome Transport::Engine::send(
     return Outcome::kLost;
   }
   // What fails here is the caller's message; what fails later is the link.
+  std::vector<at::Tensor> by_lane;
+  for (const at::Tensor& tensor : tensors) {
+    const bool on_device = lanes_ && tensor.device() == lanes_->device() &&
+                           lanes_->leads_to(peer, channel);
+    header.tensors.push_back(meta_of(tensor, on_device));
+    if (on_device) {
+      by_lane.push_back(tensor);
+    }
+  }
   Parcel parcel = wrap(*link, std::move(header), tensors);
   try {
     post(*link, std::move(parcel));
+    if (!by_lane.empty()) {
+      lanes_->to(peer).send(by_lane);
+    }
   } catch (const std::exception&) {
     fail_with(lost_peer(peer), peer);
     return Outcome::kLost;
@@ -95,17 +107,18 @@ Outcome Transport::Engine::await_room(
   return Outcome::kLost;
 }
 
-// Puts a header and its tensors into the form in which they travel. For the one
-// caller of the channel; nothing throws once the link has changed.
+// Puts a header, which describes the tensors, and what of them goes with it
+// into the form in which they travel. For the one caller of the channel;
+// nothing throws once the link has changed.
 Transport::Engine::Parcel Transport::Engine::wrap(
     Outgoing& link,
     Header header,
     const std::vector<at::Tensor>& tensors) {
-  for (const at::Tensor& tensor : tensors) {
-    header.tensors.push_back(meta_of(tensor));
-  }
   const size_t rest = encoded_bytes(header) - kFrameBytes;
-  const size_t payload = payload_size(tensors);
+  size_t payload = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    payload += header.tensors[i].travels() ? payload_size(tensors[i]) : 0;
+  }
   const bool small = rest <= kSmallPayload && payload <= kSmallPayload - rest;
   const bool offered = !small && same_layout(link.layout, header.tensors);
   header.flags |= small ? kTogether : offered ? kOffered : 0;
@@ -120,8 +133,10 @@ Transport::Engine::Parcel Transport::Engine::wrap(
     const at::Tensor whole = empty_bytes(bytes.size() + payload);
     auto* to = std::copy(
         bytes.begin(), bytes.end(), whole.mutable_data_ptr<uint8_t>());
-    for (const at::Tensor& tensor : tensors) {
-      to = copy_payload(tensor, to);
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (header.tensors[i].travels()) {
+        to = copy_payload(tensors[i], to);
+      }
     }
     parcel.parts.push_back({whole, kFrameTag});
   } else {
@@ -132,14 +147,14 @@ Transport::Engine::Parcel Transport::Engine::wrap(
     }
   }
   for (const TensorMeta& meta : link.layout) {
-    if (!offered && !meta.empty()) {
+    if (!offered && meta.travels()) {
       parcel.parts.push_back({as_tensor(bytes.data(), 1), kOfferTag});
     }
   }
-  for (const at::Tensor& tensor : tensors) {
-    if (!small && tensor.numel() > 0) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!small && header.tensors[i].travels()) {
       parcel.parts.push_back(
-          {payload_bytes(tensor), offered ? kOfferTag : kRestTag});
+          {payload_bytes(tensors[i]), offered ? kOfferTag : kRestTag});
     }
   }
   if (link.foretells) {
@@ -213,7 +228,7 @@ int64_t Transport::Engine::pending() const {
   for (const auto& entry : outgoing_) {
     sum += static_cast<int64_t>(entry.second->parcels.size());
   }
-  return sum;
+  return sum + (lanes_ ? static_cast<int64_t>(lanes_->pending()) : 0);
 }
 
 bool Transport::Engine::flush(double seconds) {

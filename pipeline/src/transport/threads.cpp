@@ -74,6 +74,9 @@ void Transport::Engine::run_incoming(Incoming& link) {
     }
     const Lock lock(mutex_);
     pop(link);
+    if (lanes_) {
+      post_lane(link.peer);
+    }
     changed_.notify_all();
   }
 }

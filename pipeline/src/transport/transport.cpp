@@ -28,8 +28,13 @@ std::string structure_of(const Failure& failure) {
 
 Transport::Transport(
     c10::intrusive_ptr<c10d::ProcessGroup> group,
-    TransportOptions options)
-    : engine_(std::make_shared<Engine>(std::move(group), std::move(options))) {
+    TransportOptions options,
+    std::shared_ptr<Lanes> lanes)
+    : engine_(
+          std::make_shared<Engine>(
+              std::move(group),
+              std::move(options),
+              std::move(lanes))) {
   engine_->start();
 }
 

@@ -53,10 +53,18 @@ struct TensorMeta {
   int8_t dtype = 0; ///< a c10::ScalarType
   bool requires_grad = false;
   std::vector<int64_t> sizes;
+  /// Whether it is on the ranks' devices; then its elements do not travel with
+  /// the frame but by a communicator of the devices.
+  bool on_device = false;
 
   /// Whether there are no elements.
   bool empty() const {
     return std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
+  }
+
+  /// Whether there are elements that travel with the frame.
+  bool travels() const {
+    return !on_device && !empty();
   }
 
   friend bool operator==(const TensorMeta&, const TensorMeta&) = default;

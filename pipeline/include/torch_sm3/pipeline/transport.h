@@ -39,6 +39,8 @@ struct Failure {
 /// \param failure the failure
 TORCH_SM3_API std::string structure_of(const Failure& failure);
 
+class Lanes;
+
 /// Settings of a Transport.
 struct TransportOptions {
   /// Longest wait for one message, in seconds; independent of the group's.
@@ -79,15 +81,25 @@ enum class Outcome : int64_t {
 /// and every wait on every rank ends. If the hub itself does not answer, that
 /// is the failure. A rank that closes its links says so, which is no failure
 /// unless something was still to come from it.
+///
+/// Tensors of a device are not copied to the CPU: their headers travel as all
+/// others, and their elements by a communicator of each directed link. Such
+/// communicators match by order only, so the messages of the schedule between
+/// two ranks must be asked for in the order of their sends, whatever their
+/// channels. The host waits for the header; that tensors have come, the stream
+/// waits which is current when they are taken.
 class TORCH_SM3_API Transport {
  public:
   /// Starts listening.
   ///
   /// \param group   the ranks; used by nothing else from now on
   /// \param options settings, equal on all ranks
+  /// \param lanes   what moves tensors of this rank's device; null if all are
+  ///                on the CPU
   Transport(
       c10::intrusive_ptr<c10d::ProcessGroup> group,
-      TransportOptions options);
+      TransportOptions options,
+      std::shared_ptr<Lanes> lanes = nullptr);
   /// Closes.
   ~Transport();
   Transport(const Transport&) = delete;
@@ -107,7 +119,7 @@ class TORCH_SM3_API Transport {
   /// \param header  stages, microbatch, structure, and kPoison as its class or
   ///                anything else for the channel's; the rest is filled in,
   ///                requires_grad from `tensors`
-  /// \param tensors payload, dense CPU tensors
+  /// \param tensors payload, dense tensors on the CPU or on the lanes' device
   /// \param seconds longest wait for room
   Outcome send(
       int64_t peer,
