@@ -72,7 +72,7 @@ Header stages(int64_t source, int64_t target, int64_t microbatch) {
 } // namespace
 
 PipelineTransport::PipelineTransport(
-    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     double timeout,
     int64_t max_pending,
     int64_t hub,

@@ -26,7 +26,7 @@ class PipelineTransport : public torch::CustomClassHolder {
   // `lane_groups` for each a group of the two, the sender first; none if all
   // tensors are on the CPU.
   PipelineTransport(
-      c10::intrusive_ptr<c10d::ProcessGroup> group,
+      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
       double timeout,
       int64_t max_pending,
       int64_t hub,
