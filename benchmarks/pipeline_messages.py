@@ -39,7 +39,7 @@ class Framed:
         group = dist.new_group(timeout=timedelta(seconds=300))
         assert isinstance(group, dist.ProcessGroup), "both ranks are in it"
         self.links = torch.classes.torch_sm3.PipelineTransport(
-            group.boxed(), 60.0, 2, 0, [0, 1], []
+            group.boxed(), 60.0, 2, 0, [0, 1], [], [], [], "cpu", 0
         )
         assert torch_sm3.__version__, "the library holds the class of links"
         self.links.begin(1, False)
