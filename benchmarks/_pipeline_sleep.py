@@ -18,21 +18,41 @@ STEPS = 5
 WARM_UP = 2
 
 
+class Clock:
+    """Sleeps so that times are right on average: the system wakes sleepers late."""
+
+    def __init__(self) -> None:
+        self._late = 0.0
+
+    def sleep(self, seconds: float, since: float) -> None:
+        """Sleep until some seconds after a moment, less what earlier calls overslept.
+
+        Args:
+            seconds: what the whole is to take.
+            since: when it began, by :func:`time.perf_counter`.
+        """
+        end = since + seconds - self._late
+        time.sleep(max(0.0, end - time.perf_counter()))
+        self._late = time.perf_counter() - end
+
+
+_CLOCK = Clock()
+
+
 class Pause(torch.autograd.Function):
-    """Pass a tensor on; sleep on the way and on the way back."""
+    """Pass a tensor on; sleep on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float, back: float) -> torch.Tensor:
-        """Sleep and return a copy."""
+    def forward(ctx: Any, x: torch.Tensor, back: float) -> torch.Tensor:
+        """Return a copy."""
         ctx.back = back
-        time.sleep(seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Sleep and return the gradient."""
-        time.sleep(ctx.back)
-        return gradient, None, None
+        _CLOCK.sleep(ctx.back, time.perf_counter())
+        return gradient, None
 
 
 class Sleeper(nn.Module):
@@ -49,9 +69,12 @@ class Sleeper(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input times the weight, after a while."""
+        start = time.perf_counter()
         forward, backward, weight = self.seconds
-        held = Pause.apply(self.weight, 0.0, weight)
-        return nn.functional.linear(Pause.apply(x, forward, backward), held)
+        held = Pause.apply(self.weight, weight)
+        output = nn.functional.linear(Pause.apply(x, backward), held)
+        _CLOCK.sleep(forward, start)
+        return output
 
 
 def _steps(kind: str, m: int, chunks: int, seconds: tuple[float, ...]) -> float:
