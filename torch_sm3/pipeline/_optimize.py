@@ -10,7 +10,11 @@ from torch.amp.grad_scaler import OptState
 from torch.optim.optimizer import Optimizer
 
 from torch_sm3.pipeline._build import Parts
-from torch_sm3.pipeline._faults import PeerFailedError
+from torch_sm3.pipeline._faults import (
+    GroupLostError,
+    PeerFailedError,
+    ProtocolError,
+)
 from torch_sm3.pipeline._late import Open
 from torch_sm3.pipeline._outcome import Answer, Verdict, agreed
 from torch_sm3.pipeline._precision import (
@@ -29,6 +33,10 @@ from torch_sm3.pipeline.validate import PostValidator
 
 # Arguments that must be alike; of the scaler, whether there is an enabled one.
 _ASKED = ("max_norm", "scaler", "post_validate")
+_MIXED = (
+    "optimizer_step: expected post_validate alike on all replicas, but got True on "
+    "some and False on others (argument 'post_validate')"
+)
 
 
 class ArgumentsError(Exception):
@@ -171,11 +179,18 @@ class Stepper:
             values, self._parts.replicas, norm is not None, unlike is not None
         )
         if decision.mixed and unlike is None:
-            unlike = ValueError(
-                "optimizer_step: expected post_validate alike on all replicas, but got "
-                "True on some and False on others (argument 'post_validate')"
-            )
+            unlike = ValueError(_MIXED)
         return decision, unlike
+
+    def wait_again(self) -> None:
+        """Learn that all replicas step together again. Collective over replicas.
+
+        Raises:
+            GroupLostError: if another replica goes on validating later. It is in its
+                next step, where it hears of this; the calls do not meet any more.
+        """
+        value = False, False, (), None, False, _asked(None, None, post_validate=False)
+        _check_alike(judged([value], self._parts.replicas, False, False))
 
     def step_first(
         self,
@@ -228,6 +243,7 @@ class Stepper:
         Raises:
             Exception: the optimizer's own, if it failed here.
             PeerFailedError: if it failed on another rank.
+            GroupLostError: if another replica steps at once again.
         """
         if self._pending is None:
             return None, False
@@ -240,6 +256,7 @@ class Stepper:
             pending.max_norm is not None,
             unlike is not None,
         )
+        _check_alike(decision)
         factor = factor_of(decision, pending.max_norm)
         if decision.stop:
             self._stop(pending, values, unlike)
@@ -330,6 +347,12 @@ def _number(value: Any) -> float | None:
         return None if value is None else float(value)
     except (TypeError, ValueError):
         return -1.0
+
+
+def _check_alike(decision: Decision) -> None:
+    """Give up where only some replicas validate a step later that all did before."""
+    if decision.mixed:
+        raise GroupLostError(_MIXED, ProtocolError.__name__)
 
 
 def _asked(

@@ -283,6 +283,8 @@ class PipelineRunner(Records):
         Raises:
             PipelineError: on every rank, if the optimizer of any fails; those of
                 other ranks may have stepped.
+            ProtocolError: on every rank, if only some no longer validate later; the
+                others are in their next step, so the runner ends.
             ValueError: on every rank, if ``max_norm`` is negative or not alike.
             TypeError: on every rank, if ``optimizer`` is none.
 
