@@ -9,11 +9,12 @@ from typing import Any
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
+from torch_sm3.pipeline._asked import ArgumentsError
 from torch_sm3.pipeline._build import Parts
 from torch_sm3.pipeline._calls import Calls
 from torch_sm3.pipeline._faults import ARGUMENTS, PeerFailedError
 from torch_sm3.pipeline._late import Bulletin, Open
-from torch_sm3.pipeline._optimize import ArgumentsError, Stepper
+from torch_sm3.pipeline._optimize import Stepper
 from torch_sm3.pipeline._outcome import Verdict, settle
 from torch_sm3.pipeline._result import OptimResult
 from torch_sm3.pipeline._step import LOST
