@@ -235,6 +235,12 @@ SMALL = plan("1f1b", 2, 2)
         (lambda: partition([1.0, 2.0], 1.5), "partition", "1.5 (argument 'stages')"),
         (lambda: verify(SMALL, max_pending=None), "verify", "None (argument 'max_pe"),
         (lambda: simulate(SMALL, links=0), "simulate: expected a string", "0 (argu"),
+        (lambda: Schedule.parse(None), "Schedule: expected a string", "None (argume"),
+        (
+            lambda: Schedule.from_csv("0F0\n", kind=1),
+            "Schedule.from_csv: expected a string",
+            "1 (a",
+        ),
         (lambda: live_bytes(SMALL, 0.5, Costs()), "live_bytes", "0.5 (argument 'rank"),
     ],
 )
