@@ -9,6 +9,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim.optimizer import Optimizer
 
+from torch_sm3.pipeline._asked import asked_for, mixed, unlike_of, wrong_of
 from torch_sm3.pipeline._build import Parts
 from torch_sm3.pipeline._faults import PeerFailedError
 from torch_sm3.pipeline._late import Open
@@ -26,9 +27,6 @@ from torch_sm3.pipeline._precision import (
 )
 from torch_sm3.pipeline._result import OptimResult
 from torch_sm3.pipeline.validate import PostValidator
-
-# Arguments that must be alike; of the scaler, whether there is an enabled one.
-_ASKED = ("max_norm", "scaler", "post_validate")
 
 
 class ArgumentsError(Exception):
@@ -104,9 +102,9 @@ class Stepper:
             ArgumentsError: if the arguments are wrong, or other than elsewhere.
             PeerFailedError: if another rank failed.
         """
-        wrong = _wrong(optimizer, max_norm)
+        wrong = wrong_of(optimizer, max_norm)
         problem = problem or (None if wrong is None else ArgumentsError(wrong))
-        asked = _asked(max_norm, scaler, post_validate=False)
+        asked = asked_for(max_norm, scaler, post_validate=False)
         plain = max_norm is None and scaler is None
         found, sums = False, None
         try:
@@ -150,7 +148,7 @@ class Stepper:
             ArgumentsError: if the arguments are other than elsewhere.
             PeerFailedError: if another rank cannot step.
         """
-        asked = _asked(max_norm, scaler, post_validate=True)
+        asked = asked_for(max_norm, scaler, post_validate=True)
         value = problem is not None, False, (), None, False, asked
         decision, unlike = self._decide(value)
         if unlike is not None:
@@ -159,6 +157,38 @@ class Stepper:
             raise problem or PeerFailedError("the optimizer of another rank failed")
         return None, True
 
+    def leave(
+        self, max_norm: float | None, scaler: GradScaler | None, step: Open | None
+    ) -> None:
+        """Learn that no rank steps first any more. Collective.
+
+        What is said has the form of :meth:`step_first`, since that is what a rank
+        would say that is asked for something else.
+
+        Args:
+            max_norm: largest norm of all gradients, or None.
+            scaler: that scaled the loss, or None.
+            step: the one before, if it has not heard the other ranks yet.
+
+        Raises:
+            ValueError: if the arguments are other than elsewhere.
+        """
+        failed = step is not None and step.failed
+        how = (None, False) if step is None else (step.report, step.held)
+        asked = asked_for(max_norm, scaler, post_validate=False)
+        value = failed, False, (), *how, asked
+        control, replicas = self._parts.control, self._parts.replicas
+        values = control.complete(value, control.post(value))
+        unlike = unlike_of(values)
+        decision = judged(values, replicas, False, unlike is not None)
+        if not decision.stop:
+            return
+        answer = agreed([value[3:5] for value in values], replicas, Verdict())
+        if answer.failures:
+            self.failed = answer, None if step is None else step.cause
+            return
+        raise unlike or mixed()
+
     def _decide(self, value: tuple[Any, ...]) -> tuple[Decision, ValueError | None]:
         """Ask all ranks of all replicas what they found and were asked for.
 
@@ -166,15 +196,12 @@ class Stepper:
             value: of this rank.
         """
         values, _ = self._parts.control.exchange(value)
-        unlike, norm = _unlike(values), value[-1][0]
+        unlike, norm = unlike_of(values), value[-1][0]
         decision = judged(
             values, self._parts.replicas, norm is not None, unlike is not None
         )
         if decision.mixed and unlike is None:
-            unlike = ValueError(
-                "optimizer_step: expected post_validate alike on all replicas, but got "
-                "True on some and False on others (argument 'post_validate')"
-            )
+            unlike = mixed()
         return decision, unlike
 
     def step_first(
@@ -195,7 +222,7 @@ class Stepper:
         if self.validator is None or self.validator.optimizer is not optimizer:
             self.validator = PostValidator(optimizer)
         found, sums = False, None
-        problem: BaseException | None = _wrong(optimizer, max_norm)
+        problem: BaseException | None = wrong_of(optimizer, max_norm)
         state: dict[str, Any] = {}
         failed = step is not None and step.failed
         try:
@@ -210,7 +237,7 @@ class Stepper:
             problem = error
         stop = failed or problem is not None
         how = (None, False) if step is None else (step.report, step.held)
-        asked = _asked(max_norm, scaler, post_validate=True)
+        asked = asked_for(max_norm, scaler, post_validate=True)
         value = stop, found, tuple(sums or ()), *how, asked
         tickets = self._parts.control.post(value)
         self._pending = _Pending(
@@ -233,7 +260,7 @@ class Stepper:
             return None, False
         pending, self._pending = self._pending, None
         values = self._parts.control.complete(pending.value, pending.tickets)
-        unlike = _unlike(values)
+        unlike = unlike_of(values)
         decision = judged(
             values,
             self._parts.replicas,
@@ -242,6 +269,7 @@ class Stepper:
         )
         factor = factor_of(decision, pending.max_norm)
         if decision.stop:
+            unlike = unlike or (mixed() if decision.mixed else None)
             self._stop(pending, values, unlike)
             return None, True
         if not decision.skip and factor == 1:
@@ -306,51 +334,3 @@ def _unscaled(scaler: GradScaler, optimizer: Optimizer) -> None:
         "stage": OptState.UNSCALED,
         "found_inf_per_device": {},
     }
-
-
-def _wrong(optimizer: Any, max_norm: float | None) -> Exception | None:
-    """Return what is wrong with the arguments of a step, if anything."""
-    if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
-        return TypeError(
-            "optimizer_step: expected a torch.optim.Optimizer, but got "
-            f"{type(optimizer).__name__} (argument 'optimizer')"
-        )
-    norm = _number(max_norm)
-    if norm is not None and not norm >= 0:
-        return ValueError(
-            f"optimizer_step: expected max_norm of at least 0, but got {max_norm!r} "
-            "(argument 'max_norm')"
-        )
-    return None
-
-
-def _number(value: Any) -> float | None:
-    """Return a number as a float; what is none is below all that are allowed."""
-    try:
-        return None if value is None else float(value)
-    except (TypeError, ValueError):
-        return -1.0
-
-
-def _asked(
-    max_norm: float | None, scaler: GradScaler | None, post_validate: bool
-) -> tuple[float | None, bool, bool]:
-    """Return what must be alike on all ranks."""
-    return _number(max_norm), scaler is not None and scaler.is_enabled(), post_validate
-
-
-def _unlike(values: list[Any]) -> ValueError | None:
-    """Return in which argument the ranks differ, if in any.
-
-    Args:
-        values: of each rank, what it was asked for at the end.
-    """
-    first = values[0][-1]
-    for rank, value in enumerate(values):
-        for name, mine, theirs in zip(_ASKED, value[-1], first, strict=True):
-            if mine != theirs:
-                return ValueError(
-                    f"optimizer_step: expected {name} {theirs} as on rank 0, but got "
-                    f"{mine} on rank {rank} (argument '{name}')"
-                )
-    return None

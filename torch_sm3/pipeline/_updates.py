@@ -63,9 +63,10 @@ class Updates(Calls):
             return self.stepper.step(optimizer, max_norm, scaler, problem)
 
         if not post_validate:
+            if self._later:
+                self._leave(max_norm, scaler)
             self._hear_others()
             result: OptimResult = self._together(act)
-            self._later = False
             return result
         if not self._later:
             # Once, since a rank that steps at once hears nobody before it goes on.
@@ -82,6 +83,18 @@ class Updates(Calls):
             step, self._open = self._open, None
             with self._watched(training=False):
                 return self.stepper.step_first(optimizer, max_norm, scaler, step)
+
+    def _leave(self, max_norm: float | None, scaler: GradScaler | None) -> None:
+        """Let no rank step first any more, and end what the latest step left open."""
+        self._check_open()
+        step, self._open = self._open, None
+        with self._alone() as problem, self._watched(training=False):
+            if problem is not None:
+                raise problem
+            self._announce(evaluation=False)
+            self.stepper.leave(max_norm, scaler, step)
+        self._later = False
+        self._raise_ended()
 
     def flush(self) -> OptimResult | None:
         """End an optimizer step that was taken first, if there is one."""
