@@ -254,6 +254,16 @@ def test_arguments_of_a_wrong_type_are_named(
     assert tail.startswith(got) and tail.endswith("')")
 
 
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**30])
+def test_integers_that_no_machine_has_are_named(number: int) -> None:
+    for name in ("ranks", "microbatches", "chunks", "warmup", "split", "rank"):
+        given: dict[str, Any] = {"ranks": 2, "microbatches": 2, name: number}
+        with pytest.raises(ValueError, match=rf"got {number} \(argument '{name}'\)"):
+            plan("1f1b", **given)
+    with pytest.raises(ValueError, match=r"\(argument 'max_pending'\)"):
+        verify(SMALL, max_pending=number)
+
+
 def test_numbers_of_other_libraries_are_integers() -> None:
     p, m = torch.tensor(2), np.int64(4)
     assert plan("1f1b", p, m, warmup=p) == plan("1f1b", 2, 4, warmup=2)

@@ -338,6 +338,10 @@ def test_plot_predicts_a_trace_with_the_costs_it_is_given(tmp_path: Path) -> Non
         ["plot", "{zbv}", "-o", "s.pdf"],
         ["plot", "{zbv}", "-o", "s.svg", "--width", "1"],
         ["plot", "missing.json", "-o", "s.svg"],
+        ["plot", "{zbv}", "-o", "s.svg", "--width", "inf"],
+        ["plot", "{zbv}", "-o", "s.svg", "--link-latency", "1e308"],
+        ["plan", "--kind", "1f1b", "-p", "2", "-m", str(2**64)],
+        ["simulate", "{zbv}", "--max-pending", str(2**64)],
     ],
 )
 def test_wrong_usage_exits_with_2(line: list[str], zbv: str, capsys: Out) -> None:
