@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from helpers import pipeline_ranks_validate as ranks_validate
+from helpers.pipeline_ranks_kinds import KINDS as EVERY
 from helpers.pipeline_ranks_precision import OPTIMIZERS, torch_optimizers
 from helpers.pool import Pools
 from torch import nn
 
-from torch_sm3.pipeline import PostValidator
+from torch_sm3.pipeline import PostValidator, Schedule, plan, verify
+from torch_sm3.pipeline._rows import with_validation
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -20,6 +24,30 @@ def test_all_bits_are_those_of_steps_that_wait(
     pools: Pools, ranks: int, case: str, scaled: bool
 ) -> None:
     assert pools(ranks).run(ranks_validate.as_without, case, scaled) == [[]] * ranks
+
+
+def test_every_kind_begins_anew(pools: Pools) -> None:
+    assert pools(2).run(ranks_validate.every_kind) == [[]] * 2
+
+
+@pytest.mark.parametrize(("kind", "chunks"), EVERY)
+@pytest.mark.parametrize(("ranks", "m"), [(1, 2), (2, 4), (4, 9)])
+def test_validation_follows_the_warm_up(
+    kind: str, chunks: int | None, ranks: int, m: int
+) -> None:
+    schedule = plan(kind, ranks, m, chunks=chunks).lower()
+    lines = schedule.text.splitlines()
+    for rank in range(ranks):
+        row = with_validation(schedule.actions(rank))
+        ops = [action.op for action in row]
+        at = ops.index("VALIDATE")
+        assert ops.count("VALIDATE") == 1 and ops[at + 1] in ("B", "I")
+        assert not {"B", "I", "W"} & set(ops[:at])
+        assert [*row[:at], *row[at + 1 :]] == schedule.actions(rank)
+        assert with_validation(row) == row
+        cell = next(x for x in lines[rank + 1].split() if re.match(r".*\d[BI]\d", x))
+        lines[rank + 1] = lines[rank + 1].replace(f" {cell}", f" VALIDATE {cell}", 1)
+    assert verify(Schedule.parse("\n".join(lines) + "\n")).valid
 
 
 def test_replicas_never_disagree(pools: Pools) -> None:
