@@ -21,6 +21,8 @@ TEST(PipelineFaults, NeedsTheHeadersOfGloo) {
 #include <ATen/ops/equal.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -186,6 +188,28 @@ TEST(PipelineFaults, RanksThatDoNotFitAreNamed) {
         chosen.max_pending = 1 + rank;
         make(group, schedule, own(rank), chosen);
       });
+  // Also where one rank alone is told something of no use.
+  const auto refused = [&](const std::string& text,
+                           const std::function<void(RunnerOptions*)>& change) {
+    expect_wrong(text, [&](int rank, const Group& group) {
+      RunnerOptions chosen = options();
+      if (rank == 1) {
+        change(&chosen);
+      }
+      make(group, schedule, own(rank), chosen);
+    });
+  };
+  for (const double timeout : {0.0, -1.0, 1e300, HUGE_VAL}) {
+    refused(
+        "a timeout above 0 s and at most",
+        [timeout](RunnerOptions* chosen) { chosen->timeout = timeout; });
+  }
+  refused("max_pending of at least 1, but got 0", [](RunnerOptions* chosen) {
+    chosen->max_pending = 0;
+  });
+  refused("link_delay of seconds for pairs", [](RunnerOptions* chosen) {
+    chosen->link_delay[{0, 1}] = HUGE_VAL;
+  });
   expect_wrong("expected a loss", [&](int rank, const Group& group) {
     make(group, schedule, own(rank), {});
   });

@@ -11,14 +11,17 @@ import torch
 import torch.distributed as dist
 from helpers.pipeline_chain import (
     WIDTH,
+    accumulate,
     batches,
     chain,
+    differing,
     looped,
     own_stages,
     runner_of,
     squared,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from torch_sm3.pipeline import PipelineError, plan
 
@@ -187,3 +190,112 @@ def same_scale(rank: int, ranks: int) -> list[str]:
     pairs = zip(mine[rank].parameters(), whole[rank].parameters(), strict=True)
     good = all(torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-7) for a, b in pairs)
     return [] if good else ["scale"]
+
+
+def added_up(rank: int, ranks: int) -> list[str]:
+    """Step twice without zero_grad; return where that is not the sum of both steps.
+
+    What was there before is neither scaled nor reduced once more.
+    """
+    wrong = []
+    for kind in ("1f1b", "zb_h1"):
+        for reduction in ("mean", "samples", "sum", "tokens"):
+            for tied in (False, True):
+                stages = {s: {"tied": {"0.weight": "w"}} for s in range(ranks)}
+                modules = chain(ranks)
+                runner = runner_of(
+                    modules,
+                    plan(kind, ranks, 3),
+                    rank,
+                    stages if tied else None,
+                    loss_reduction=reduction,
+                    loss_fn=token_loss if reduction == "tokens" else squared,
+                )
+                each = []
+                for seed in (1, 2):
+                    items, targets = batches([2, 1, 3], seed=seed)
+                    targets = [target.abs() for target in targets]
+                    runner.zero_grad()
+                    runner.step(microbatches=items, targets=targets)
+                    each.append(_own(modules[rank]))
+                # The gradients of the second are there.
+                items, targets = batches([2, 1, 3], seed=1)
+                targets = [target.abs() for target in targets]
+                runner.step(microbatches=items, targets=targets)
+                runner.close()
+                both = [a + b for a, b in zip(*each, strict=True)]
+                pairs = zip(both, _own(modules[rank]), strict=True)
+                if not all(torch.allclose(a, b, atol=1e-7) for a, b in pairs):
+                    wrong.append(f"{kind} {reduction} tied={tied}")
+    return wrong
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def lost(rank: int, ranks: int) -> list[str]:
+    """Fail without and with gradients of an earlier step; return the errors."""
+    modules, found = chain(ranks), []
+    runner = runner_of(modules, plan("1f1b", ranks, 2), rank)
+    items, targets = batches([2, 2])
+    for good in (False, True):
+        if good:
+            runner.step(microbatches=items, targets=targets)
+        try:
+            runner.step(microbatches=items, targets=[targets[0], "no tensor"])
+        except PipelineError as error:
+            found.append(str(error))
+        assert all(p.grad is None for p in modules[rank].parameters())
+    runner.close()
+    return found
+
+
+def frozen(rank: int, ranks: int, kind: str) -> list[str]:
+    """Freeze some stages; return what differs from one process.
+
+    Where no output of a stage requires grad, its backward does nothing and sends that.
+    """
+    wrong, m = [], 3
+    for some in ({0}, {1}, {0, 1}, {1, 2}, {0, 2}):
+        mine, whole = chain(ranks), chain(ranks)
+        for stage in some:
+            mine[stage].requires_grad_(False)
+            whole[stage].requires_grad_(False)
+        items, targets = batches([2] * m)
+        runner = runner_of(mine, plan(kind, ranks, m), rank)
+        runner.step(torch.cat(items), target=torch.cat(targets))
+        runner.close()
+        accumulate(whole, items, targets, [1 / m] * m)
+        wrong += [f"{some}: {name}" for name in differing(mine, whole, [rank])]
+    return wrong
+
+
+def insists(rank: int, ranks: int) -> list[str]:
+    """Insist on a split of what can be split, and of what cannot."""
+    found = []
+    for whole in (False, True):
+        modules = chain(ranks)
+        if whole and rank == 1:
+            modules[1] = _Recomputed(modules[1])
+        options = {rank: {"split": True}}
+        runner = runner_of(modules, plan("zb_h1", ranks, 2), rank, options)
+        items, targets = batches([2, 2])
+        try:
+            runner.step(microbatches=items, targets=targets)
+            found.append("fine")
+        except PipelineError as error:
+            found.append(f"{error.action} {error.error_type}: {error.message}")
+        runner.close()
+    return found
+
+
+class _Recomputed(nn.Module):
+    """One node that owns inputs and weights."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.module, x, use_reentrant=True)

@@ -10,29 +10,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from torch_sm3 import _library
-from torch_sm3.pipeline._loss import REDUCTIONS
-from torch_sm3.pipeline._reduce import REDUCES
+from torch_sm3.pipeline._options import Options, check_options, fail, refuse
 from torch_sm3.pipeline._rows import check_order, with_extras
 from torch_sm3.pipeline._ties import Member, combined, described, numbered, stages_of
 from torch_sm3.pipeline.schedule import Schedule, ScheduleError
 from torch_sm3.pipeline.simulator import verify
 from torch_sm3.pipeline.stage import Stage
-
-
-class Options(NamedTuple):
-    """Options of a runner that must be equal on all ranks."""
-
-    loss_reduction: str
-    reduce: str | None
-    hook: bool
-    batch_dim: int
-    timeout: float
-    max_pending: int
-    deterministic: bool
-    seed: int
-    share_loss: bool
-    trace: bool = False
-    link_delay: tuple[tuple[int, int, float], ...] = ()
 
 
 class _Record(NamedTuple):
@@ -91,17 +74,15 @@ def agree(
         ValueError: the same on all ranks, if anything does not fit on any of them.
     """
     record = _Record(
-        f"{schedule.kind} of {schedule.ranks} ranks and {schedule.microbatches} "
-        "microbatches",
-        hashlib.sha256(schedule.text.encode()).hexdigest()[:12],
-        options,
-        str(_library.BUILD_INFO["version"]),
-        None,
-        [],
-        {},
-        [],
+        "", "", options, str(_library.BUILD_INFO["version"]), None, [], {}, []
     )
     try:
+        _check_kinds(stages, schedule, loss_fn, replicas)
+        record = record._replace(
+            schedule=f"{schedule.kind} of {schedule.ranks} ranks and "
+            f"{schedule.microbatches} microbatches",
+            digest=hashlib.sha256(schedule.text.encode()).hexdigest()[:12],
+        )
         _check(rank, size, stages, schedule, loss_fn, options, replicas)
         pairs = ((s.index, t) for s in stages for to in s.routes.values() for t in to)
         record = record._replace(
@@ -163,10 +144,24 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 
-def _fail(expected: str, got: Any, argument: str) -> None:
-    raise ValueError(
-        f"PipelineRunner: expected {expected}, but got {got} (argument '{argument}')"
-    )
+def _check_kinds(stages: Any, schedule: Any, loss_fn: Any, replicas: Any) -> None:
+    """Refuse arguments of another kind; here, so that no rank waits for this one."""
+    if not isinstance(schedule, Schedule):
+        refuse("a Schedule", schedule, "schedule")
+    if isinstance(stages, Stage):
+        raise TypeError(
+            "PipelineRunner: expected a list of Stage objects, but got one Stage "
+            "(argument 'stages')"
+        )
+    if not isinstance(stages, Sequence):
+        refuse("a list of Stage objects", stages, "stages")
+    for stage in stages:
+        if not isinstance(stage, Stage):
+            refuse("Stage objects", stage, "stages")
+    if loss_fn is not None and not callable(loss_fn):
+        refuse("a function of output and target", loss_fn, "loss_fn")
+    if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
+        refuse("a process group that this rank is in", replicas, "data_parallel")
 
 
 def _check(
@@ -179,48 +174,28 @@ def _check(
     replicas: dist.ProcessGroup | None,
 ) -> None:
     if schedule.ranks != size:
-        _fail(f"a schedule of {size} ranks", schedule.ranks, "schedule")
-    for stage in stages:
-        if not isinstance(stage, Stage):
-            raise TypeError(
-                f"PipelineRunner: expected Stage objects, but got "
-                f"{type(stage).__name__} (argument 'stages')"
-            )
+        fail(f"a schedule of {size} ranks", schedule.ranks, "schedule")
     indices = sorted(stage.index for stage in stages)
     own = [s for s, place in enumerate(schedule.placement) if place == rank]
     if indices != own:
-        _fail(f"the stages {own}, each once", indices, "stages")
+        fail(f"the stages {own}, each once", indices, "stages")
     for stage in stages:
         for target in (to for targets in stage.routes.values() for to in targets):
             if target >= schedule.stages:
-                _fail(f"a route to one of {schedule.stages} stages", target, "routes")
+                fail(f"a route to one of {schedule.stages} stages", target, "routes")
         _check_wrappers(stage, schedule, options)
     ops = {op for op, *_ in schedule.actions(rank)}
     if loss_fn is None and ops & {"B", "I"}:
-        _fail("a loss_fn for a schedule with backwards", None, "loss_fn")
-    for name, value, known in (
-        ("loss_reduction", options.loss_reduction, REDUCTIONS),
-        ("reduce", options.reduce, REDUCES),
-    ):
-        if value not in known:
-            names = ", ".join(map(str, known))
-            _fail(f"{name} in {{{names}}}", repr(value), name)
+        fail("a loss_fn for a schedule with backwards", None, "loss_fn")
     if options.hook and replicas is None:
-        _fail("data_parallel, the group of the hook's ranks", None, "data_parallel")
-    if not options.timeout > 0:
-        _fail("a timeout above 0 s", options.timeout, "timeout")
-    if options.max_pending < 1:
-        _fail("max_pending of at least 1", options.max_pending, "max_pending")
-    for source, target, seconds in options.link_delay:
-        if not {source, target} <= set(range(schedule.ranks)) or seconds < 0:
-            expected = f"seconds for pairs of {schedule.ranks} ranks"
-            _fail(expected, {(source, target): seconds}, "link_delay")
+        fail("data_parallel, the group of the hook's ranks", None, "data_parallel")
+    check_options(options, schedule.ranks)
 
 
 def _check_wrappers(stage: Stage, schedule: Schedule, options: Options) -> None:
     """Refuse modules that reduce or shard by themselves without being told how."""
     if stage.ddp is not None and stage.ddp._comm_hooks and not options.hook:
-        _fail(
+        fail(
             f"hook=(state, function), since the DistributedDataParallel of stage "
             f"{stage.index} has a hook that its forward and backward would not call",
             None,

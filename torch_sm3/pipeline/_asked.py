@@ -30,8 +30,15 @@ class ArgumentsError(Exception):
         self.error = error
 
 
-def wrong_arguments(optimizer: Any, max_norm: float | None) -> Exception | None:
+def wrong_arguments(
+    optimizer: Any, max_norm: float | None, scaler: Any
+) -> Exception | None:
     """Return what is wrong with the arguments of a step, if anything."""
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        return TypeError(
+            "optimizer_step: expected a torch.amp.GradScaler, but got "
+            f"{type(scaler).__name__} (argument 'scaler')"
+        )
     if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
         return TypeError(
             "optimizer_step: expected a torch.optim.Optimizer, but got "
@@ -64,7 +71,8 @@ def asked_for(
     max_norm: float | None, scaler: GradScaler | None, post_validate: bool
 ) -> tuple[float | None, bool, bool]:
     """Return what must be alike on all ranks."""
-    return _number(max_norm), scaler is not None and scaler.is_enabled(), post_validate
+    scaled = isinstance(scaler, GradScaler) and scaler.is_enabled()
+    return _number(max_norm), scaled, post_validate
 
 
 def unlike_arguments(values: list[Any]) -> ValueError | None:

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch_sm3.pipeline._agree import Options
 from torch_sm3.pipeline._build import Parts
 from torch_sm3.pipeline._faults import ARGUMENTS
 from torch_sm3.pipeline._late import Bulletin, Open, verdict_of
 from torch_sm3.pipeline._loss import Losses
+from torch_sm3.pipeline._options import Options
 from torch_sm3.pipeline._outcome import Answer, settle
 from torch_sm3.pipeline._random import Surroundings
 from torch_sm3.pipeline._rows import with_validation

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torch_sm3.pipeline._agree import Agreement, Options, agree
+from torch_sm3.pipeline._agree import Agreement, agree
 from torch_sm3.pipeline._collective import Collective
 from torch_sm3.pipeline._control import Control
 from torch_sm3.pipeline._data import Needs
@@ -18,6 +18,7 @@ from torch_sm3.pipeline._lanes import open_lanes
 from torch_sm3.pipeline._links import Links, new_group, patience, route_link
 from torch_sm3.pipeline._loss import may_divide
 from torch_sm3.pipeline._notice import Notice
+from torch_sm3.pipeline._options import Options
 from torch_sm3.pipeline._random import devices_of
 from torch_sm3.pipeline._reduce import Hook, Reducer
 from torch_sm3.pipeline._rows import (
@@ -83,7 +84,7 @@ class Parts:
         size = dist.get_world_size(group) if distributed else 1
         own = new_group(group, options.timeout) if size > 1 else None
         self.rank = dist.get_rank(own) if own is not None else 0
-        for stage in stages:
+        for stage in stages if isinstance(stages, Sequence) else ():
             ddp = getattr(stage, "ddp", None)
             if ddp is not None and data_parallel is None:
                 data_parallel = ddp.process_group
@@ -115,7 +116,6 @@ class Parts:
         if own is not None:
             hub = self.placement[-1]
             first = [self.placement.index(rank) for rank in range(size)]
-            delay = {(a, b): seconds for a, b, seconds in options.link_delay}
             lanes = open_lanes(
                 group,
                 own,
@@ -125,7 +125,13 @@ class Parts:
                 patience(options.timeout),
             )
             self.links = Links(
-                own, options.timeout, options.max_pending, hub, first, delay, lanes
+                own,
+                options.timeout,
+                options.max_pending,
+                hub,
+                first,
+                options.link_delay,
+                lanes,
             )
         splits = {index: stage.split for index, stage in self.stages.items()}
         fused = [index for index, stage in self.stages.items() if stage.fused]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -299,9 +299,38 @@ def spread(item: Any) -> tuple[Any, ...]:
     return tuple(item) if type(item) in (tuple, list) else (item,)
 
 
+def check_kwargs(kwargs: Any, known: Iterable[str]) -> None:
+    """Refuse keyword arguments that no stage of any rank names.
+
+    Args:
+        kwargs: a dict, or one for each microbatch, or None.
+        known: names that any stage takes.
+
+    Raises:
+        TypeError: if they are no dicts.
+        ValueError: naming one that is not known.
+    """
+    parts = kwargs if isinstance(kwargs, Sequence) else [kwargs or {}]
+    for part in parts:
+        if not isinstance(part, Mapping):
+            raise TypeError(
+                "step: expected a dict, or a list with one for each microbatch, but "
+                f"got {type(part).__name__} (argument 'kwargs')"
+            )
+        for name in part:
+            if name not in known:
+                names = f"kwargs that a stage names, one of {sorted(known)}"
+                _fail(names, repr(name), "kwargs")
+
+
 def _check(given: Given, needs: Needs) -> None:
     """Refuse data that is given twice, or not in a list."""
     if given.iterator is not None:
+        if not hasattr(given.iterator, "__iter__"):
+            raise TypeError(
+                "step: expected an iterator of pairs of stage input and target, but "
+                f"got {type(given.iterator).__name__} (argument 'iterator')"
+            )
         for name in ("inputs", "target", "microbatches", "targets"):
             value = getattr(given, name)
             if value is not None and value != ():

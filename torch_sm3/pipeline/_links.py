@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
+from numbers import Real
 from typing import Any
 
 import torch
@@ -43,8 +44,10 @@ def patience(timeout: float) -> timedelta:
     Args:
         timeout: longest wait for a message, in seconds.
     """
-    # Ranks may come to a constructor minutes apart, as messages may not.
-    return timedelta(seconds=max(timeout, 300.0))
+    # Ranks may come to a constructor minutes apart, as messages may not. One that is no
+    # number of use is refused by all ranks together, and that needs the group.
+    usable = isinstance(timeout, Real) and timeout <= 1e9
+    return timedelta(seconds=max(float(timeout), 300.0) if usable else 300.0)
 
 
 class Links:

@@ -97,7 +97,7 @@ class Stepper:
             ArgumentsError: if the arguments are wrong, or other than elsewhere.
             PeerFailedError: if another rank failed.
         """
-        wrong = wrong_arguments(optimizer, max_norm)
+        wrong = wrong_arguments(optimizer, max_norm, scaler)
         problem = problem or (None if wrong is None else ArgumentsError(wrong))
         asked = asked_for(max_norm, scaler, post_validate=False)
         plain = max_norm is None and scaler is None
@@ -202,7 +202,7 @@ class Stepper:
         if self.validator is None or self.validator.optimizer is not optimizer:
             self.validator = PostValidator(optimizer)
         found, sums = False, None
-        problem: BaseException | None = wrong_arguments(optimizer, max_norm)
+        problem: BaseException | None = wrong_arguments(optimizer, max_norm, scaler)
         state: dict[str, Any] = {}
         failed = step is not None and step.failed
         try:

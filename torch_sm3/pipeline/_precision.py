@@ -194,7 +194,9 @@ def forget(scaler: GradScaler, optimizer: Optimizer) -> None:
         scaler: the scaler.
         optimizer: whose gradients it may have unscaled.
     """
-    scaler._per_optimizer_states.pop(id(optimizer), None)
+    # It may be the wrong argument of which all ranks are told.
+    if isinstance(scaler, GradScaler):
+        scaler._per_optimizer_states.pop(id(optimizer), None)
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[Any]:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NoReturn
 
 import torch
 from torch.amp import GradScaler
 
 from torch_sm3.pipeline._attempts import Attempts
-from torch_sm3.pipeline._data import Feed, Given, count_of
+from torch_sm3.pipeline._data import Feed, Given, check_kwargs, count_of
 from torch_sm3.pipeline._loss import Losses, guarded
 from torch_sm3.pipeline._outcome import Answer
 from torch_sm3.pipeline._random import kept
@@ -85,7 +84,7 @@ class Session(Attempts):
             try:
                 if problem is not None:
                     raise problem
-                self._fill(work, given, count, evaluation)
+                self._fill(work, given, scaler, count, evaluation)
                 work.losses = self._losses(work, count, keep)
             except Exception as error:
                 if parts.links is None and parts.replicas is None:
@@ -113,7 +112,14 @@ class Session(Attempts):
             self._validate,
         )
 
-    def _fill(self, work: StepWork, given: Given, count: int, evaluation: bool) -> None:
+    def _fill(
+        self,
+        work: StepWork,
+        given: Given,
+        scaler: GradScaler | None,
+        count: int,
+        evaluation: bool,
+    ) -> None:
         """Check and cut what this rank uses; a wrong argument stops all ranks."""
         parts, options = self._parts, self._options
         if not evaluation and not torch.is_grad_enabled():
@@ -121,13 +127,12 @@ class Session(Attempts):
                 "step: expected gradients to be on, but got torch.no_grad(); call "
                 "eval for a forward without gradients"
             )
-        if isinstance(given.kwargs, Mapping):
-            for name in given.kwargs:
-                if name not in parts.kwargs:
-                    raise ValueError(
-                        f"step: expected kwargs that a stage names, one of "
-                        f"{sorted(parts.kwargs)}, but got {name!r} (argument 'kwargs')"
-                    )
+        check_kwargs(given.kwargs, parts.kwargs)
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(
+                f"step: expected a torch.amp.GradScaler, but got "
+                f"{type(scaler).__name__} (argument 'scaler')"
+            )
         work.feed = Feed(given, parts.needs, count, options.batch_dim, not evaluation)
         work.feed.replays = self.stepper.pending
 

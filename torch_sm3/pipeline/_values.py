@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _BRACKETS: dict[type, tuple[str, str]] = {tuple: ("(", ")"), list: ("[", "]")}
 
@@ -43,6 +44,12 @@ def _walk(item: Any, path: str, owner: str, tensors: list[torch.Tensor]) -> str:
         # Whether a tensor of CUDA can reach its stage, the links know.
         if item.layout != torch.strided or item.device.type not in ("cpu", "cuda"):
             _refuse(f"a {item.layout} tensor on {item.device}", path, owner)
+        if item.is_nested or item.is_quantized:
+            form = "nested" if item.is_nested else "quantized"
+            _refuse(f"a {form} tensor on {item.device}", path, owner)
+        if kind is not torch.Tensor and is_traceable_wrapper_subclass(item):
+            # It holds other tensors and no elements of its own.
+            _refuse(kind.__name__, path, owner)
         tensors.append(item)
         return "t"
     if kind in _BRACKETS:

@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.amp import GradScaler
 
-from torch_sm3.pipeline._agree import Options
 from torch_sm3.pipeline._build import Parts
 from torch_sm3.pipeline._data import Given
+from torch_sm3.pipeline._options import Options
 from torch_sm3.pipeline._records import Records
 from torch_sm3.pipeline._reduce import Hook
 from torch_sm3.pipeline._result import StepResult
@@ -67,6 +67,7 @@ class PipelineRunner(Steppable, Records):
         ValueError: the same on all ranks, if the stages, the schedule or an option do
             not fit.
         ScheduleError: if the ranks hold different schedules, or one that cannot run.
+        TypeError: the same on all ranks, if an argument is of another kind.
         RuntimeError: on a stage that FSDP shards under a schedule without UNSHARD.
 
     Example::
@@ -111,16 +112,6 @@ class PipelineRunner(Steppable, Records):
         trace: bool = False,
         link_delay: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
-        if not isinstance(schedule, Schedule):
-            raise TypeError(
-                "PipelineRunner: expected a Schedule, but got "
-                f"{type(schedule).__name__} (argument 'schedule')"
-            )
-        if isinstance(stages, Stage):
-            raise TypeError(
-                "PipelineRunner: expected a list of Stage objects, but got one Stage "
-                "(argument 'stages')"
-            )
         options = Options(
             loss_reduction,
             reduce,
@@ -132,7 +123,7 @@ class PipelineRunner(Steppable, Records):
             seed,
             share_loss,
             trace,
-            tuple((*ends, held) for ends, held in (link_delay or {}).items()),
+            link_delay,
         )
         parts = Parts(stages, schedule, group, loss_fn, options, data_parallel, hook)
         self._session = Session(parts, options, loss_fn)

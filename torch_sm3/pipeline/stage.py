@@ -73,12 +73,18 @@ class Stage:
     ) -> None:
         if not isinstance(module, torch.nn.Module):
             _refuse("a torch.nn.Module", type(module).__name__, "module", TypeError)
-        if not isinstance(index, int) or index < 0:
+        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
             _refuse("an index of at least 0", repr(index), "index", ValueError)
         if data is not None and not callable(data):
             _refuse("a function of an item", type(data).__name__, "data", TypeError)
         if isinstance(kwargs, str):
             _refuse("names of keyword arguments", repr(kwargs), "kwargs", TypeError)
+        if not isinstance(kwargs, Iterable):
+            got = type(kwargs).__name__
+            _refuse("names of keyword arguments", got, "kwargs", TypeError)
+        for name, given in (("routes", routes), ("tied", tied)):
+            if given is not None and not isinstance(given, Mapping):
+                _refuse("a dict by name", type(given).__name__, name, TypeError)
         if split not in (True, False, "auto"):
             _refuse("'auto', True or False", repr(split), "split", ValueError)
         self.index = index
@@ -117,7 +123,7 @@ class Stage:
 
 def _targets(index: int, to: int | Sequence[int]) -> tuple[int, ...]:
     """Return the targets of a route in order, each once."""
-    targets = (to,) if isinstance(to, int) else tuple(to)
+    targets = tuple(to) if isinstance(to, Sequence) else (to,)
     for target in targets:
         if not isinstance(target, int):
             _refuse("the number of a stage", type(target).__name__, "routes", TypeError)

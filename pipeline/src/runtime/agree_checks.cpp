@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a runner refuses before any rank tells another.
 #include <runtime/agree.h>
+#include <runtime/control.h>
 #include <runtime/rank_program.h>
 
 #include <torch_sm3/check.h>
@@ -77,10 +78,10 @@ void check(
       "a loss for a schedule with backwards",
       "none");
   TORCH_SM3_CHECK_VALUE(
-      options.timeout > 0,
+      options.timeout > 0 && options.timeout <= kLongest,
       "PipelineRunner",
       "options",
-      "a timeout above 0 s",
+      c10::str("a timeout above 0 s and at most ", kLongest, " s"),
       options.timeout);
   TORCH_SM3_CHECK_VALUE(
       options.max_pending >= 1,
@@ -97,7 +98,8 @@ void check(
   for (const auto& [link, seconds] : options.link_delay) {
     TORCH_SM3_CHECK_VALUE(
         std::min(link.first, link.second) >= 0 &&
-            std::max(link.first, link.second) < ranks && seconds >= 0,
+            std::max(link.first, link.second) < ranks && seconds >= 0 &&
+            seconds <= kLongest,
         "PipelineRunner",
         "options",
         c10::str("link_delay of seconds for pairs of ", ranks, " ranks"),

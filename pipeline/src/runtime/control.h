@@ -15,6 +15,9 @@ namespace torch_sm3::pipeline {
 
 // The rank that hears all others and tells them what was heard.
 inline constexpr int64_t kHub = 0;
+// Longest time that may be asked for, in seconds: clocks count nanoseconds in
+// 64 bits.
+inline constexpr double kLongest = 1e9;
 // Waits are cut into slices of this length, in seconds.
 inline constexpr double kSlice = 0.2;
 

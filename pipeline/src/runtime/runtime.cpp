@@ -32,6 +32,27 @@ std::vector<Stage> in_order(std::vector<Stage> stages) {
   return stages;
 }
 
+// Options of the links. Those that are of no use are refused by all ranks
+// together, and that needs links.
+TransportOptions usable(
+    const RunnerOptions& options,
+    int64_t hub,
+    std::vector<int64_t> first_stage) {
+  TransportOptions usable;
+  if (options.timeout > 0 && options.timeout <= kLongest) {
+    usable.timeout = options.timeout;
+  }
+  usable.max_pending = std::max<int64_t>(1, options.max_pending);
+  usable.hub = hub;
+  usable.first_stage = std::move(first_stage);
+  for (const auto& [link, seconds] : options.link_delay) {
+    if (seconds >= 0 && seconds <= kLongest) {
+      usable.link_delay.emplace(link, seconds);
+    }
+  }
+  return usable;
+}
+
 // Groups that open runners use. Two on one would take each other's messages.
 std::mutex claiming;
 std::set<const void*> claimed;
@@ -62,13 +83,7 @@ PipelineRunner::Impl::Impl(
     ranks_ = group->getSize();
     claim_ = claim(group.get());
     transport_ = std::make_unique<Transport>(
-        std::move(group),
-        TransportOptions{
-            options_.timeout,
-            options_.max_pending,
-            kHub,
-            first_stages(schedule),
-            options_.link_delay});
+        std::move(group), usable(options_, kHub, first_stages(schedule)));
   }
   try {
     const Agreement known =

@@ -69,7 +69,10 @@ class Packer {
       packed_.structure += 'N';
       return;
     }
-    if (tensor.layout() != c10::kStrided || !tensor.device().is_cpu()) {
+    if (tensor.layout() != c10::kStrided || !tensor.device().is_cpu() ||
+        tensor.is_quantized() || tensor.is_nested() ||
+        (tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
+         tensor.numel() > 0 && tensor.storage().data() == nullptr)) {
       refuse("a " + tensor.toString(), path);
     }
     packed_.structure += 't';

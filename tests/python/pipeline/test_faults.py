@@ -399,15 +399,49 @@ def construct(rank: int, ranks: int, case: str) -> tuple[str, str]:
             stages = [Stage(modules[rank], 0)]
         elif case == "loss_fn":
             options["loss_fn"] = None
-        elif case == "reduction":
-            options["loss_reduction"] = "median"
-    error = caught(ValueError, PipelineRunner, stages, schedule, **options)
+        elif case in KINDS or case in VALUES:
+            options.update({**KINDS, **VALUES}[case][0])
+            stages = options.pop("stages", stages)
+            schedule = options.pop("schedule", schedule)
+    if case == "one stage" and rank == 1:
+        (stages,) = stages
+    wanted = TypeError if case in KINDS or case == "one stage" else ValueError
+    error = caught(wanted, PipelineRunner, stages, schedule, **options)
     # The group is still good for a runner that fits.
     make_runner(rank, ranks)[1].close()
     return type(error).__name__, str(error)
 
 
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "no schedule": ({"schedule": "1f1b"}, "a Schedule, but got str"),
+    "a number": ({"stages": 3}, "a list of Stage objects, but got int"),
+    "modules": ({"stages": [nn.Identity()]}, "Stage objects, but got Identity"),
+    "no function": ({"loss_fn": 3}, "a function of output and target, but got int"),
+    "no group": ({"data_parallel": 3}, "a process group .*, but got int"),
+    "no seconds": ({"timeout": "60"}, "seconds, but got str .*'timeout'"),
+    "no timeout": ({"timeout": None}, "seconds, but got NoneType .*'timeout'"),
+    "no delays": ({"link_delay": [1]}, "seconds by pairs of ranks, but got list"),
+    "a fraction": ({"max_pending": 1.5}, "a whole number, but got float"),
+    "a text": ({"batch_dim": "0"}, "a whole number, but got str .*'batch_dim'"),
+    "no number": ({"seed": None}, "a whole number, but got NoneType .*'seed'"),
+}
+VALUES: dict[str, tuple[dict[str, Any], str]] = {
+    "reduction": (
+        {"loss_reduction": "median"},
+        "loss_reduction in {mean, samples, sum, tokens}, but got 'median'",
+    ),
+    "for ever": ({"timeout": float("inf")}, r"at most 1e\+09 s, but got inf"),
+    "never": ({"timeout": 0.0}, r"a timeout above 0 s .*, but got 0\.0"),
+    "none": ({"max_pending": 0}, "max_pending of at least 1, but got 0"),
+    "large": ({"seed": 1 << 64}, "a number of 64 bits, but got 1844"),
+    "delay": ({"link_delay": {(0, 2): 0.1}}, r"pairs of 2 ranks, but got {\(0, 2\)"),
+    "ends": ({"link_delay": {0: 0.1}}, "pairs of 2 ranks, but got {0: 0.1}"),
+}
+
 CASES = {
+    **{case: f"expected {text}.*, on rank 1" for case, (_, text) in KINDS.items()},
+    **{case: f"{text}.*, on rank 1" for case, (_, text) in VALUES.items()},
+    "one stage": "a list of Stage objects, but got one Stage .*, on rank 1",
     "schedule": "expected 1f1b of 2 ranks and 4 microbatches .* as on rank 0, but got "
     "gpipe",
     "ranks": "expected a schedule of 2 ranks, but got 3 .*, on rank 1",
@@ -416,8 +450,6 @@ CASES = {
     "twice": r"expected the stages \[1\], each once, but got \[1, 1\] .*, on rank 1",
     "index": r"expected the stages \[1\], each once, but got \[0\] .*, on rank 1",
     "loss_fn": "expected a loss_fn .*, but got None .*, on rank 1",
-    "reduction": "expected loss_reduction in {mean, samples, sum, tokens}, but got "
-    "'median'",
 }
 
 
@@ -433,4 +465,6 @@ def test_construction_fails_alike_on_all_ranks() -> None:
         kind, text = first[case]
         assert re.search(pattern, text), (case, text)
         wanted = ScheduleError if case == "schedule" else ValueError
+        if case in KINDS or case == "one stage":
+            wanted = TypeError
         assert kind == wanted.__name__

@@ -94,3 +94,34 @@ def test_a_failure_in_one_replica_is_raised_in_all(pools: Pools) -> None:
         for op, i in (("F", 1), ("B", 3))
     ]
     assert answers == [(wanted, [])] * 4
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_earlier_steps_are_added_to_and_left_unscaled(
+    pools: Pools, ranks: int
+) -> None:
+    assert pools(ranks).run(ranks_gradients.added_up) == [[]] * ranks
+
+
+def test_an_error_tells_that_earlier_gradients_were_lost(pools: Pools) -> None:
+    first, second = pools(2).run(ranks_gradients.lost)
+    assert first == second
+    alone, after = first
+    assert alone.startswith("pipeline: rank 1 at 1F1: ") and "lost" not in alone
+    assert after == alone + "; gradients of earlier steps were lost with those of " + (
+        "this one"
+    )
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb_h1"])
+def test_frozen_stages_send_that_there_is_no_gradient(pools: Pools, kind: str) -> None:
+    assert pools(3).run(ranks_gradients.frozen, kind) == [[]] * 3
+
+
+def test_a_stage_may_insist_on_a_split(pools: Pools) -> None:
+    first, second = pools(2).run(ranks_gradients.insists)
+    assert first == second
+    fine, refused = first
+    assert fine == "fine"
+    assert refused.startswith("1I0 ValueError: ")
+    assert "expected a stage whose backward can be split" in refused

@@ -148,10 +148,43 @@ def test_backward_of_a_returned_loss_says_what_to_do() -> None:
         ({"routes": {"x": [0, 2]}}, ValueError, "to a later one, but got 0"),
         ({"routes": {"x": ["2"]}}, TypeError, "the number of a stage, but got str"),
         ({"tied": {"no": "x"}}, ValueError, "a parameter's name, but got 'no'"),
+        ({"tied": ["weight"]}, TypeError, r"a dict by name, but got list .*'tied'"),
+        ({"routes": ["x"]}, TypeError, r"a dict by name, but got list .*'routes'"),
+        ({"routes": {"x": None}}, TypeError, "number of a stage, but got NoneType"),
+        ({"kwargs": 3}, TypeError, "names of keyword arguments, but got int"),
+        ({"index": True}, ValueError, "an index of at least 0, but got True"),
     ],
 )
 def test_stages_check_their_options(
     options: dict[str, object], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
-        Stage(nn.Linear(1, 1), 1, **options)
+        Stage(nn.Linear(1, 1), **{"index": 1, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"kwargs": 3}, TypeError, "a dict, or a list .*, but got int"),
+        ({"kwargs": [3, 3]}, TypeError, "a dict, or a list .*, but got int"),
+        ({"kwargs": [{"x": 1}, {}]}, ValueError, r"one of \[\], but got 'x'"),
+        ({"scaler": 3}, TypeError, "a torch.amp.GradScaler, but got int"),
+        ({"iterator": 3}, TypeError, "an iterator of pairs .*, but got int"),
+        ({"target": None}, ValueError, "a target for loss_fn, but got None"),
+    ],
+)
+def test_steps_check_their_arguments(
+    options: dict[str, object], kind: type[Exception], message: str
+) -> None:
+    runner = runner_of(chain(1), plan("none", 1, 2), 0)
+    items, targets = batches([2, 2])
+    x, target = torch.cat(items), torch.cat(targets)
+    given = () if "iterator" in options else (x,)
+    more = {} if "iterator" in options else {"target": target}
+    with pytest.raises(kind, match=message):
+        runner.step(*given, **{**more, **options})
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    with pytest.raises(TypeError, match=r"torch\.amp\.GradScaler, but got int"):
+        runner.optimizer_step(optimizer, scaler=3)
+    assert runner.step(x, target=target).loss is not None
+    runner.close()

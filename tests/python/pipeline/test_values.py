@@ -76,6 +76,29 @@ class Pair(NamedTuple):
     b: int
 
 
+class Two(torch.Tensor):
+    """Holds another tensor, as one that is sharded or awaited does."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Two:
+        self = torch.Tensor._make_wrapper_subclass(cls, inner.shape)
+        self.inner = inner
+        return self
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Any], *rest: Any) -> Two:
+        return Two(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *rest: Any, **more: Any) -> Any:
+        raise NotImplementedError(str(func))
+
+
 @pytest.mark.parametrize(
     ("value", "named"),
     [
@@ -84,6 +107,15 @@ class Pair(NamedTuple):
         ([{"x": object()}], r"object at output\[0\]\['x'\]"),
         (torch.ones(2).to_sparse(), "a torch.sparse_coo tensor on cpu at output"),
         (torch.ones(2, device="meta"), "a torch.strided tensor on meta at output"),
+        (
+            (1, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+            r"a nested tensor on cpu at output\[1\]",
+        ),
+        (
+            {"q": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)},
+            r"a quantized tensor on cpu at output\['q'\]",
+        ),
+        ([ONE, Two(ONE)], r"Two at output\[1\]"),
     ],
 )
 def test_what_cannot_travel_is_named(value: Any, named: str) -> None:
