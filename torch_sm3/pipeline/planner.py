@@ -34,6 +34,7 @@ def plan(
     costs: Costs | None = None,
     link_cost: float = 0.0,
     memory_limit: float | Sequence[float] | None = None,
+    max_pending: int = 2,
     split: int | None = None,
     via: str = "chain",
     warmup: int | str = "auto",
@@ -72,6 +73,8 @@ def plan(
         costs: of the actions, uniform if None.
         link_cost: time of a message one way, in the unit of the costs.
         memory_limit: bytes of each rank; one number for all.
+        max_pending: sends of a link that may be under way, whose bytes count against
+            the limit; as many as :class:`PipelineRunner` has by default.
         split: first stage of the decoder, if the model has an encoder and a decoder.
         via: how the encoder's output reaches the decoder's stages: ``chain``, handed
             on by each, or ``direct``, by routes of its own.
@@ -110,6 +113,7 @@ def plan(
             {} if costs is None else costs.values(),
             float(link_cost),
             limits_of(memory_limit),
+            _chosen(max_pending, None, "max_pending", 1),
             _chosen(split, None, "split", 1),
             words("plan", via, "via"),
             -1 if warmup == "auto" else _chosen(warmup, None, "warmup", 0),
@@ -141,20 +145,26 @@ def partition(
     Args:
         costs: of each layer; embedding and head count as layers with their own.
         stages: number of stages S, at most the number of layers n.
-        memory: bytes of each layer, if they matter.
-        limit: bytes that a stage may hold.
+        memory: bytes of each layer: of cuts that are equally good, one whose largest
+            stage needs least is taken.
+        limit: bytes that a stage may hold; no limit if 0.
 
     Returns:
         The first layer of each stage.
 
     Raises:
         ValueError: naming the argument that is wrong.
+        ScheduleError: if no cut keeps the limit, naming the smallest that can be kept.
 
     Example::
 
         >>> from torch_sm3.pipeline import partition
         >>> partition([1, 1, 1, 1, 4], stages=2)
         [0, 4]
+        >>> partition([1, 1, 1, 1, 4], stages=3)
+        [0, 2, 4]
+        >>> partition([1, 1, 1, 1, 4], stages=3, memory=[5, 5, 1, 1, 9])
+        [0, 1, 4]
     """
     layers = [float(cost) for cost in costs]
     held = [] if memory is None else [float(count) for count in memory]

@@ -39,6 +39,28 @@ void check_size(int64_t value, int64_t most, const char* what) {
   }
 }
 
+// What the kind makes no use of must not look as if it did.
+void check_unused(const PlanOptions& options) {
+  const auto is = [&](const char* kind) {
+    return options.kind == kind || options.kind == "auto";
+  };
+  if (options.group_size > 0 && !is("interleaved")) {
+    refuse_plan(
+        "no group_size for kind " + options.kind,
+        std::to_string(options.group_size),
+        "group_size");
+  }
+  if (options.warmup >= 0 && !is("1f1b")) {
+    refuse_plan(
+        "no warmup for kind " + options.kind,
+        std::to_string(options.warmup),
+        "warmup");
+  }
+  if (options.via != "chain" && options.split == 0) {
+    refuse_plan("a split beside via " + options.via, "none", "split");
+  }
+}
+
 void check_split(const PlanOptions& options, int64_t stages) {
   if (options.split < 0 || options.split >= std::max<int64_t>(stages, 1)) {
     refuse_plan(
@@ -158,8 +180,15 @@ void check_options(const PlanOptions& options, int64_t stages) {
         std::to_string(options.group_size),
         "group_size");
   }
+  if (options.max_pending < 1) {
+    refuse_plan(
+        "max_pending of at least 1",
+        std::to_string(options.max_pending),
+        "max_pending");
+  }
   check_split(options, stages);
   check_limits(options);
+  check_unused(options);
 }
 
 } // namespace torch_sm3::pipeline

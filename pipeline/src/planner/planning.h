@@ -60,6 +60,9 @@ void check_options(const PlanOptions& options, int64_t stages);
 bool needs_whole(const PlanOptions& options);
 Schedule settle(const PlanOptions& options, Schedule schedule);
 
+// The links that memory is counted for.
+LinkModel held_links(const PlanOptions& options);
+
 // A number that reads back as it was, without a fraction if it is whole.
 std::string short_number(double value);
 

@@ -188,9 +188,26 @@ def test_options_reach_the_planner() -> None:
     assert verify(limited, memory=Costs(activation_bytes=1), memory_limit=4).valid
 
 
-def test_what_a_forced_group_loses_is_a_warning() -> None:
+@pytest.mark.parametrize("kind", [kind for kind in kinds() if kind != "none"])
+def test_options_that_a_kind_has_no_use_for_are_refused(kind: str) -> None:
+    for name, value, of in (("group_size", 4, "interleaved"), ("warmup", 1, "1f1b")):
+        plan(kind, 2, 4, **{name: "auto"})
+        if kind in (of, "auto"):
+            plan(kind, 2, 4, **{name: value})
+            continue
+        for rank in (None, 0):
+            with pytest.raises(ValueError, match=r"^plan: expected no ") as caught:
+                plan(kind, 2, 4, rank=rank, **{name: value})
+            assert str(caught.value) == (
+                f"plan: expected no {name} for kind {kind}, but got {value} "
+                f"(argument '{name}')"
+            )
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+def test_what_a_forced_group_loses_is_a_warning(rank: int | None) -> None:
     with pytest.warns(UserWarning, match=r"9\D.*4\.5"):
-        plan("interleaved", 4, 5, chunks=2, group_size=4)
+        plan("interleaved", 4, 5, chunks=2, group_size=4, rank=rank)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan("interleaved", 4, 5, chunks=2)
@@ -211,6 +228,9 @@ def test_what_a_forced_group_loses_is_a_warning() -> None:
         ({"rank": 2}, "a rank from 0 to 1, but got 2 (argument 'rank')"),
         ({"rank": -1}, "rank of at least 0, but got -1 (argument 'rank')"),
         ({"link_cost": -1.0}, "(argument 'link_cost')"),
+        ({"max_pending": 0}, "max_pending of at least 1, but got 0"),
+        ({"group_size": 2}, "no group_size for kind 1f1b, but got 2"),
+        ({"via": "direct"}, "a split beside via direct, but got none"),
         ({"costs": Costs(F=[1, 2, 3])}, "plan: expected"),
     ],
 )
@@ -286,5 +306,11 @@ def test_partition_passes_all_on() -> None:
     assert partition((4, 1, 1), 3, memory=[1, 1, 1], limit=1) == [0, 1, 2]
     with pytest.raises(ScheduleError):
         partition([1, 1, 1], 2, memory=[5, 5, 5], limit=4)
+    assert partition([1, 1, 1, 3], 2) == partition([1, 1, 1, 3], 2, memory=[1] * 4)
+    # Two cuts have a largest stage of 4; memory decides.
+    assert partition([2, 2, 0, 4], 2, memory=[1, 1, 2, 1]) == [0, 2]
+    assert partition([2, 2, 0, 4], 2, memory=[1, 1, 1, 4]) == [0, 3]
     with pytest.raises(ValueError, match="partition: expected"):
         partition([1], 2)
+    with pytest.raises(ValueError, match=r"beside a limit, but got none \(argument 'm"):
+        partition([1, 1], 2, limit=4)
