@@ -207,6 +207,12 @@ TEST(Planner, SplitRoutesTheEncodersOutput) {
   options.split = 2;
   options.via = "both";
   EXPECT_NE(refusal(options).find("(argument 'via')"), std::string::npos);
+  options = {.kind = "none", .ranks = 1, .microbatches = 1};
+  options.split = 1;
+  EXPECT_EQ(
+      refusal(options),
+      "plan: expected two or more stages beside a split, but got 1 (argument "
+      "'split')");
   options = {.kind = "gpipe", .ranks = 300, .microbatches = 1};
   options.split = 1;
   EXPECT_EQ(refusal(options), "none");

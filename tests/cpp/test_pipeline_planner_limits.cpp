@@ -305,5 +305,35 @@ TEST(PlannerLinks, OnePendingSendHoldsUpNobody) {
   }
 }
 
+// As a runner has by default: however long its parts take, no plan is held up.
+TEST(PlannerLinks, TwoPendingSendsHoldUpNobodyWhateverTheCosts) {
+  const double triples[][3]{
+      {1, 1, 4}, {1, 2, 9}, {9, 1, 1}, {1, 9, 1}, {4, 1, 9}, {1, 30, 30}};
+  for (const std::string& kind : kinds()) {
+    for (const int64_t p : {2, 3, 5, 8}) {
+      for (int64_t m = 1; m <= 4 * p && kind != "auto"; ++m) {
+        Schedule schedule;
+        try {
+          schedule = plan({kind, p, m}).lower();
+        } catch (const std::invalid_argument&) {
+          continue; // not of this kind
+        }
+        for (const auto& [f, i, w] : triples) {
+          Costs costs;
+          costs.stages[0].forward = f;
+          costs.stages[0].input = i;
+          costs.stages[0].weight = w;
+          const double any =
+              simulate(schedule, costs, {Links::kPosted, 1}).makespan;
+          const double two =
+              simulate(schedule, costs, {Links::kRendezvous, 2}).makespan;
+          EXPECT_NEAR(two, any, 1e-9 * any)
+              << kind << " p=" << p << " m=" << m << " " << f << i << w;
+        }
+      }
+    }
+  }
+}
+
 } // namespace
 } // namespace torch_sm3::pipeline

@@ -112,7 +112,7 @@ def plan(
             _chosen(group_size, "auto", "group_size", 1),
             {} if costs is None else costs.values(),
             float(link_cost),
-            limits_of(memory_limit),
+            limits_of("plan", memory_limit),
             _chosen(max_pending, None, "max_pending", 1),
             _chosen(split, None, "split", 1),
             words("plan", via, "via"),
@@ -173,13 +173,18 @@ def partition(
     return list(checked(lambda: native.partition(layers, count, held, float(limit))))
 
 
-def limits_of(limit: float | Sequence[float] | None) -> list[float]:
+def limits_of(op: str, limit: float | Sequence[float] | None) -> list[float]:
     """Return limits as the library takes them: none, one, or one per rank."""
     if limit is None:
         return []
-    if isinstance(limit, Sequence):
-        return [float(count) for count in limit]
-    return [float(limit)]
+    if not isinstance(limit, Sequence):
+        return [float(limit)]
+    if not limit:
+        raise ValueError(
+            f"{op}: expected one limit, or one for each rank, but got none "
+            "(argument 'memory_limit')"
+        )
+    return [float(count) for count in limit]
 
 
 def _chosen(value: int | str | None, unset: str | None, name: str, least: int) -> int:

@@ -104,7 +104,7 @@ def verify(
             lambda: schedule.native.verify(
                 *_links("verify", links, max_pending),
                 _values(memory),
-                limits_of(memory_limit),
+                limits_of("verify", memory_limit),
                 full_grid,
             )
         )

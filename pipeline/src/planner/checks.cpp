@@ -5,9 +5,6 @@
 #include <simulator/check_costs.h>
 
 #include <algorithm>
-#include <array>
-#include <cmath>
-#include <cstdio>
 #include <limits>
 #include <numeric>
 
@@ -62,7 +59,11 @@ void check_unused(const PlanOptions& options) {
 }
 
 void check_split(const PlanOptions& options, int64_t stages) {
-  if (options.split < 0 || options.split >= std::max<int64_t>(stages, 1)) {
+  if (options.split != 0 && stages < 2) {
+    refuse_plan(
+        "two or more stages beside a split", std::to_string(stages), "split");
+  }
+  if (options.split < 0 || options.split >= stages) {
     refuse_plan(
         "a first stage of the decoder from 1 to " + std::to_string(stages - 1) +
             ", or 0 for none",
@@ -83,25 +84,6 @@ void check_split(const PlanOptions& options, int64_t stages) {
   }
 }
 
-void check_limits(const PlanOptions& options) {
-  const size_t limits = options.memory_limit.size();
-  if (limits > 1 && limits != static_cast<size_t>(options.ranks)) {
-    refuse_plan(
-        "1 or " + std::to_string(options.ranks) + " memory limits",
-        std::to_string(limits),
-        "memory_limit");
-  }
-  for (const double limit : options.memory_limit) {
-    if (!(limit >= 0)) {
-      refuse_plan(
-          "a memory limit of 0 or more", short_number(limit), "memory_limit");
-    }
-  }
-  if (limits > 0 && !(options.costs && has_bytes(*options.costs))) {
-    refuse_plan("costs in bytes beside a memory limit", "none", "costs");
-  }
-}
-
 } // namespace
 
 void refuse_plan(
@@ -111,13 +93,6 @@ void refuse_plan(
   throw std::invalid_argument(
       "plan: expected " + expected + ", but got " + got + " (argument '" +
       argument + "')");
-}
-
-std::string short_number(double value) {
-  std::array<char, 32> buffer{};
-  const bool whole = value == std::floor(value) && std::abs(value) < 1e15;
-  std::snprintf(buffer.data(), buffer.size(), whole ? "%.0f" : "%.17g", value);
-  return buffer.data();
 }
 
 void refuse_kind(const std::string& name) {
@@ -168,9 +143,9 @@ Sizes check_sizes(const PlanOptions& options, ChunkRule rule) {
 }
 
 void check_options(const PlanOptions& options, int64_t stages) {
-  if (!std::isfinite(options.link_cost) || options.link_cost < 0) {
+  if (!(options.link_cost >= 0 && options.link_cost <= kMostCost)) {
     refuse_plan(
-        "a link cost of 0 or more",
+        "a link cost from 0 to " + short_number(kMostCost),
         short_number(options.link_cost),
         "link_cost");
   }
@@ -187,7 +162,12 @@ void check_options(const PlanOptions& options, int64_t stages) {
         "max_pending");
   }
   check_split(options, stages);
-  check_limits(options);
+  check_limits(
+      "plan", options.memory_limit, static_cast<size_t>(options.ranks));
+  if (!options.memory_limit.empty() &&
+      !(options.costs && has_bytes(*options.costs))) {
+    refuse_plan("costs in bytes beside a memory limit", "none", "costs");
+  }
   check_unused(options);
 }
 

@@ -3,6 +3,7 @@
 // the caller forced upon interleaved.
 #include <planner/planning.h>
 
+#include <simulator/check_costs.h>
 #include <torch_sm3/pipeline/simulator.h>
 #include <torch_sm3/pipeline/verifier.h>
 
@@ -11,11 +12,6 @@
 
 namespace torch_sm3::pipeline {
 namespace {
-
-double limit_of(const PlanOptions& options, size_t rank) {
-  const std::vector<double>& limits = options.memory_limit;
-  return limits.size() == 1 ? limits[0] : limits[rank];
-}
 
 std::vector<double> peaks_of(const PlanOptions& options, const Schedule& plan) {
   VerifyOptions checks;
@@ -30,17 +26,18 @@ std::vector<double> peaks_of(const PlanOptions& options, const Schedule& plan) {
 void check_peaks(const PlanOptions& options, const std::vector<double>& peaks) {
   size_t worst = 0;
   for (size_t rank = 1; rank < peaks.size(); ++rank) {
-    if (peaks[rank] - limit_of(options, rank) >
-        peaks[worst] - limit_of(options, worst)) {
+    if (peaks[rank] - limit_of(options.memory_limit, rank) >
+        peaks[worst] - limit_of(options.memory_limit, worst)) {
       worst = rank;
     }
   }
-  if (peaks[worst] > limit_of(options, worst)) {
+  if (peaks[worst] > limit_of(options.memory_limit, worst)) {
     throw ScheduleError(
         "plan: expected a memory limit of at least " +
         short_number(peaks[worst]) + " bytes on rank " + std::to_string(worst) +
         " for kind " + options.kind + ", but got " +
-        short_number(limit_of(options, worst)) + " (argument 'memory_limit')");
+        short_number(limit_of(options.memory_limit, worst)) +
+        " (argument 'memory_limit')");
   }
 }
 
@@ -71,7 +68,7 @@ bool lower_warmups(
     std::vector<uint32_t>* warmups) {
   const std::vector<uint32_t> before = *warmups;
   for (uint32_t rank = 0; rank < peaks.size(); ++rank) {
-    const double excess = peaks[rank] - limit_of(options, rank);
+    const double excess = peaks[rank] - limit_of(options.memory_limit, rank);
     uint32_t source = rank;
     while (source > 0 && before[source] == 0) {
       --source;

@@ -3,8 +3,9 @@
 // be.
 #include <planner/planning.h>
 
+#include <simulator/check_costs.h>
+
 #include <algorithm>
-#include <cmath>
 #include <limits>
 
 namespace torch_sm3::pipeline {
@@ -23,8 +24,11 @@ constexpr double kInfinite = std::numeric_limits<double>::infinity();
 
 void check_values(const std::vector<double>& values, const char* argument) {
   for (const double value : values) {
-    if (!std::isfinite(value) || value < 0) {
-      refuse("values of 0 or more", short_number(value), argument);
+    if (!(value >= 0 && value <= kMostCost)) {
+      refuse(
+          "values from 0 to " + short_number(kMostCost),
+          short_number(value),
+          argument);
     }
   }
 }

@@ -63,9 +63,6 @@ Schedule settle(const PlanOptions& options, Schedule schedule);
 // The links that memory is counted for.
 LinkModel held_links(const PlanOptions& options);
 
-// A number that reads back as it was, without a fraction if it is whole.
-std::string short_number(double value);
-
 // 1f1b.cpp: none, gpipe, 1f1b. `warmups` of the ranks of the range.
 Rows alternating_rows(
     const Sizes& sizes,

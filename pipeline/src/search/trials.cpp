@@ -5,7 +5,6 @@
 #include <simulator/run.h>
 
 #include <algorithm>
-#include <limits>
 
 namespace torch_sm3::pipeline {
 namespace {
@@ -39,14 +38,6 @@ uint32_t trials_within(
 }
 
 Trials::Trials(const PlanOptions& options) : options_(options) {}
-
-double Trials::limit(size_t rank) const {
-  const std::vector<double>& limits = options_.memory_limit;
-  if (limits.empty()) {
-    return std::numeric_limits<double>::infinity();
-  }
-  return limits.size() == 1 ? limits[0] : limits[rank];
-}
 
 std::vector<double> Trials::over(const std::vector<double>& peaks) const {
   std::vector<double> over;

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 import warnings
 from typing import Any
@@ -117,6 +118,18 @@ def test_live_bytes_are_those_of_each_action() -> None:
             {"memory": Costs(activation_bytes=1), "memory_limit": [1, 2, 3]},
             "(argument 'memory_limit')",
         ),
+        (
+            {"memory": Costs(activation_bytes=1), "memory_limit": -1},
+            "verify: expected a memory limit of 0 or more, but got -1 (argument",
+        ),
+        (
+            {"memory": Costs(activation_bytes=1), "memory_limit": [1, math.nan]},
+            "verify: expected a memory limit of 0 or more, but got nan (argument",
+        ),
+        (
+            {"memory": Costs(activation_bytes=1), "memory_limit": []},
+            "verify: expected one limit, or one for each rank, but got none",
+        ),
         ({"memory_limit": 4}, "expected bytes beside a memory limit, but got none"),
         ({"memory_limit": 4, "memory": Costs()}, "but got none (argument 'memory')"),
     ],
@@ -229,6 +242,7 @@ def test_what_a_forced_group_loses_is_a_warning(rank: int | None) -> None:
         ({"rank": -1}, "rank of at least 0, but got -1 (argument 'rank')"),
         ({"link_cost": -1.0}, "(argument 'link_cost')"),
         ({"max_pending": 0}, "max_pending of at least 1, but got 0"),
+        ({"memory_limit": []}, "one limit, or one for each rank, but got none"),
         ({"group_size": 2}, "no group_size for kind 1f1b, but got 2"),
         ({"via": "direct"}, "a split beside via direct, but got none"),
         ({"costs": Costs(F=[1, 2, 3])}, "plan: expected"),
