@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 
 from torch_sm3 import _ops
-from torch_sm3.pipeline._errors import checked, whole, words
+from torch_sm3.pipeline._errors import checked, instance, real, whole, words
 from torch_sm3.pipeline.costs import Costs
 from torch_sm3.pipeline.schedule import Candidate, Schedule
 
@@ -110,8 +110,8 @@ def plan(
             whole("plan", microbatches, "microbatches"),
             _chosen(chunks, None, "chunks", 1),
             _chosen(group_size, "auto", "group_size", 1),
-            {} if costs is None else costs.values(),
-            float(link_cost),
+            values_of("plan", costs, "costs"),
+            real("plan", link_cost, "link_cost"),
             limits_of("plan", memory_limit),
             _chosen(max_pending, None, "max_pending", 1),
             _chosen(split, None, "split", 1),
@@ -154,6 +154,7 @@ def partition(
 
     Raises:
         ValueError: naming the argument that is wrong.
+        TypeError: likewise.
         ScheduleError: if no cut keeps the limit, naming the smallest that can be kept.
 
     Example::
@@ -166,25 +167,31 @@ def partition(
         >>> partition([1, 1, 1, 1, 4], stages=3, memory=[5, 5, 1, 1, 9])
         [0, 1, 4]
     """
-    layers = [float(cost) for cost in costs]
-    held = [] if memory is None else [float(count) for count in memory]
+    layers = [real("partition", cost, "costs") for cost in costs]
+    held = [real("partition", count, "memory") for count in memory or ()]
     native = _ops.pipeline_schedule_class()
     count = whole("partition", stages, "stages")
-    return list(checked(lambda: native.partition(layers, count, held, float(limit))))
+    most = real("partition", limit, "limit")
+    return list(checked(lambda: native.partition(layers, count, held, most)))
+
+
+def values_of(op: str, costs: Costs | None, name: str) -> dict[str, list[float]]:
+    """Return costs as the library takes them: lists by name, none if not given."""
+    return {} if costs is None else instance(op, costs, Costs, name).values()
 
 
 def limits_of(op: str, limit: float | Sequence[float] | None) -> list[float]:
     """Return limits as the library takes them: none, one, or one per rank."""
     if limit is None:
         return []
-    if not isinstance(limit, Sequence):
-        return [float(limit)]
+    if not isinstance(limit, Sequence) or isinstance(limit, str):
+        return [real(op, limit, "memory_limit")]
     if not limit:
         raise ValueError(
             f"{op}: expected one limit, or one for each rank, but got none "
             "(argument 'memory_limit')"
         )
-    return [float(count) for count in limit]
+    return [real(op, count, "memory_limit") for count in limit]
 
 
 def _chosen(value: int | str | None, unset: str | None, name: str, least: int) -> int:

@@ -270,6 +270,37 @@ SMALL = plan("1f1b", 2, 2)
         (lambda: verify(SMALL, max_pending=None), "verify", "None (argument 'max_pe"),
         (lambda: simulate(SMALL, links=0), "simulate: expected a string", "0 (argu"),
         (lambda: live_bytes(SMALL, 0.5, Costs()), "live_bytes", "0.5 (argument 'rank"),
+        (lambda: plan("1f1b", 2, 2, costs={}), "plan: expected Costs", "{} (argument"),
+        (lambda: verify(SMALL, memory=3), "verify: expected Costs", "3 (argument 'm"),
+        (lambda: simulate(SMALL, 3), "simulate: expected Costs", "3 (argument 'cos"),
+        (lambda: live_bytes(SMALL, 0, 3), "live_bytes: expected Costs", "3 (argument"),
+        (lambda: verify("1f1b"), "verify: expected Schedule", "'1f1b' (argument 'sc"),
+        (lambda: simulate(None), "simulate: expected Schedule", "None (argument 'sc"),
+        (
+            lambda: live_bytes(3, 0, Costs()),
+            "live_bytes: expected Schedule",
+            "3 (argument 'schedule')",
+        ),
+        (
+            lambda: plan("1f1b", 2, 2, link_cost="1"),
+            "plan: expected a number",
+            "'1' (argument 'link_cost')",
+        ),
+        (
+            lambda: plan("1f1b", 2, 2, memory_limit="40"),
+            "plan: expected a number",
+            "'40' (argument 'memory_limit')",
+        ),
+        (
+            lambda: verify(SMALL, memory_limit=[1, None]),
+            "verify: expected a number",
+            "None (argument 'memory_limit')",
+        ),
+        (
+            lambda: partition(["1", 2], 1),
+            "partition: expected a number",
+            "'1' (argument 'costs')",
+        ),
     ],
 )
 def test_arguments_of_a_wrong_type_are_named(
