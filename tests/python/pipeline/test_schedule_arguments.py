@@ -11,6 +11,7 @@ import torch
 
 from torch_sm3.pipeline import (
     Costs,
+    Schedule,
     ScheduleError,
     kinds,
     live_bytes,
