@@ -50,6 +50,31 @@ def placements(rank: int, ranks: int) -> list[str]:
     return wrong
 
 
+def sequences(rank: int, ranks: int) -> list[str]:
+    """Give two sequences of other lengths in each microbatch, under some kinds."""
+    lengths, wrong = [16, 24, 8], []
+    generator = torch.Generator().manual_seed(8)
+    items, targets = (
+        [torch.randn(2, n, WIDTH, generator=generator) for n in lengths]
+        for _ in range(2)
+    )
+    kinds = [("1f1b", None), ("zb_h1", None), ("interleaved", 2), ("zbv", None)]
+    for kind, chunks in kinds:
+        schedule = plan(kind, ranks, 3, chunks=chunks)
+        mine, whole = chain(schedule.stages), chain(schedule.stages)
+        runner = runner_of(mine, schedule, rank)
+        result = runner.step(microbatches=items, targets=targets, return_outputs=True)
+        runner.close()
+        losses = accumulate(whole, items, targets, [1 / 3] * 3)
+        names = differing(mine, whole, own_stages(schedule, rank))
+        if not torch.equal(result.losses, torch.stack(losses)):
+            names.append("losses")
+        if result.outputs and [x.shape[1] for x in result.outputs] != lengths:
+            names.append("outputs")
+        wrong += [f"{kind}: {name}" for name in names]
+    return wrong
+
+
 def ragged(rank: int, ranks: int) -> list[str]:
     """Give microbatches as lists, each of another shape, and eval in other numbers."""
     schedule = plan("1f1b", ranks, 3)

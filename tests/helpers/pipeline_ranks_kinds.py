@@ -189,6 +189,60 @@ def encoder_decoder(rank: int, ranks: int) -> list[str]:
     return wrong
 
 
+class Handing(nn.Module):
+    """Run a part; the encoder's output goes on to the next stage beside its own."""
+
+    def __init__(self, module: nn.Module, place: str) -> None:
+        super().__init__()
+        self.module = module
+        self.place = place
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Any:
+        y = self.module(x if memory is None else x * memory)
+        if self.place == "end":
+            return y
+        return (y, y) if self.place == "encoder" else (y, memory)
+
+
+def chained_encoder(rank: int, ranks: int) -> list[str]:
+    """Hand the encoder's output on from stage to stage; return what differs."""
+    m, wrong = 3, []
+
+    def modules() -> list[nn.Module]:
+        first, *rest = chain(4)
+        places = ("encoder", "decoder", "end")
+        return [first, *map(Handing, rest, places)]
+
+    kinds = [("1f1b", None), ("zb_h1", None)]
+    for kind, chunks in kinds if ranks == 4 else [("interleaved", 2), ("zbv", None)]:
+        schedule = plan(kind, ranks, m, chunks=chunks, split=2, via="chain")
+        assert schedule.routes == []
+        mine, whole = modules(), modules()
+        items, targets = batches([2] * m)
+        runner = runner_of(mine, schedule, rank)
+        result = runner.step(torch.cat(items), target=torch.cat(targets))
+        runner.close()
+        losses = []
+        for item, target in zip(items, targets, strict=True):
+            x, memory = whole[1](whole[0](item))
+            x, memory = whole[2](x, memory)
+            losses.append(squared(whole[3](x, memory), target))
+            (losses[-1] / m).backward()
+        names = differing(mine, whole, [s for s in own_stages(schedule, rank) if s > 1])
+        # What comes back to the encoder adds up in an order of autograd's own.
+        pairs = [
+            (a.grad, b.grad)
+            for s in own_stages(schedule, rank)
+            for a, b in zip(mine[s].parameters(), whole[s].parameters(), strict=True)
+        ]
+        if not all(torch.allclose(a, b, atol=1e-7) for a, b in pairs):
+            names.append("gradients")
+        if not torch.equal(result.losses, torch.stack(losses).detach()):
+            names.append("losses")
+        wrong += [f"{kind}: {name}" for name in names]
+    return wrong
+
+
 def undeclared_route(rank: int, ranks: int) -> str:
     """Leave out the route that an encoder-decoder schedule has."""
     schedule = plan("1f1b", ranks, 2, split=2, via="direct")

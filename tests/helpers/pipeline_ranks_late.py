@@ -291,3 +291,21 @@ def replicated_tokens(rank: int, ranks: int) -> list[str]:
             for later in (False, True)
         )
     return [] if first == later and "17" in first[0] else [str(first), str(later)]
+
+
+def alternates(rank: int, ranks: int) -> list[str]:
+    """Validate later in some steps and at once in others; compare with never."""
+    kept: list[list[Tensor]] = []
+    for later in ([False] * 6, [True, True, False, True, False, False]):
+        modules = chain(ranks)
+        optimizer = torch.optim.SGD(modules[rank].parameters(), lr=0.1, momentum=0.9)
+        runner = runner_of(modules, plan("zb_h1", ranks, M), rank)
+        losses = []
+        for step, each in enumerate(later):
+            x, y = _data(step)
+            runner.zero_grad()
+            losses.append(runner.step(x, target=y).losses)
+            runner.optimizer_step(optimizer, max_norm=0.5, post_validate=each)
+        runner.close()
+        kept.append([*losses, *(p.detach() for p in modules[rank].parameters())])
+    return [] if all(map(torch.equal, *kept)) else ["bits"]

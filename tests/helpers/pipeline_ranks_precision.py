@@ -33,16 +33,43 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def torch_optimizers() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
+    """Return all optimizers that this torch has, but those that need more.
+
+    Not LBFGS, which calls a closure, and SparseAdam, which wants sparse gradients.
+    """
+    found: dict[str, Callable[[Any], torch.optim.Optimizer]] = {}
+    for name, kind in vars(torch.optim).items():
+        if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+            continue
+        if name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon"):
+            found[name] = lambda p, kind=kind: kind(p, lr=0.05)  # type: ignore[misc]
+    if hasattr(torch.optim, "Muon"):
+        # It takes matrices only.
+        found["Muon"] = lambda p: torch.optim.Muon([x for x in p if x.ndim == 2])
+    return found
+
+
 def _parameters(modules: list[nn.Module], own: list[int]) -> list[nn.Parameter]:
     return [p for s in own for p in modules[s].parameters()]
 
 
-def clipped(rank: int, ranks: int, placement: list[int], scaled: bool) -> Any:
-    """Train a few steps with a clipped norm; return norms and what differs."""
+def clipped(
+    rank: int, ranks: int, placement: list[int], scaled: bool, every: bool = False
+) -> Any:
+    """Train a few steps with a clipped norm; return norms and what differs.
+
+    Args:
+        rank: this rank.
+        ranks: their number.
+        placement: rank of each stage.
+        scaled: whether a scaler scales the loss.
+        every: whether to take all of torch's optimizers instead of some and ours.
+    """
     m, wrong, norms = 4, [], []
     schedule = looped(placement, m)
     own = own_stages(schedule, rank)
-    for name, make in OPTIMIZERS.items():
+    for name, make in (torch_optimizers() if every else OPTIMIZERS).items():
         mine, whole = chain(4), chain(4)
         optimizer = make(_parameters(mine, own))
         other = make(_parameters(whole, list(range(4))))
@@ -53,7 +80,8 @@ def clipped(rank: int, ranks: int, placement: list[int], scaled: bool) -> Any:
             runner.zero_grad()
             runner.step(torch.cat(items), target=torch.cat(targets), scaler=scaler)
             result = runner.optimizer_step(optimizer, max_norm=0.05, scaler=scaler)
-            other.zero_grad()
+            for module in whole:
+                module.zero_grad()
             accumulate(whole, items, targets, [1 / m] * m)
             norm = nn.utils.clip_grad_norm_(_parameters(whole, list(range(4))), 0.05)
             other.step()

@@ -16,6 +16,7 @@ from helpers.pipeline_chain import (
     runner_of,
 )
 from helpers.pipeline_ranks_gradients import grid
+from helpers.pipeline_ranks_kinds import KINDS as EVERY
 from helpers.pipeline_ranks_precision import OPTIMIZERS
 from torch import Tensor, nn
 
@@ -133,6 +134,30 @@ def as_without(rank: int, ranks: int, case: str, scaled: bool) -> list[str]:
             finite = [factor < 1e9 for factor in FACTORS[case]]
             if applied != finite:
                 wrong.append(f"{kind} {name}: applied {applied}")
+    return wrong
+
+
+def every_kind(rank: int, ranks: int) -> list[str]:
+    """Do so under every kind; return what differs."""
+    wrong = []
+    for kind, chunks in EVERY:
+        schedule = plan(kind, ranks, 4, chunks=chunks)
+        runs = [
+            _train(
+                rank,
+                schedule,
+                OPTIMIZERS["SM3"],
+                later,
+                False,
+                FACTORS["infinite"][:4],
+                {},
+                rank,
+            )
+            for later in (False, True)
+        ]
+        for key in ("losses", "eval", "last", "modules", "state"):
+            if not _alike(runs[0].get(key), runs[1].get(key)):
+                wrong.append(f"{kind}: {key}")
     return wrong
 
 

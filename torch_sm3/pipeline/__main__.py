@@ -9,6 +9,7 @@ if a schedule is invalid or none fits, 2 if the command line is wrong.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import warnings
@@ -25,7 +26,9 @@ from torch_sm3.pipeline._command import (
     numbers,
     read_schedule,
 )
+from torch_sm3.pipeline._memory import has_bytes, parts_of
 from torch_sm3.pipeline._printing import about, candidates, headline, print_json, table
+from torch_sm3.pipeline.costs import Costs
 from torch_sm3.pipeline.planner import kinds, plan
 from torch_sm3.pipeline.plot import plot
 from torch_sm3.pipeline.schedule import Schedule, ScheduleError
@@ -109,8 +112,14 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _simulate(options: argparse.Namespace) -> int:
     schedule = read_schedule(options.schedule)
-    ran = simulate(schedule, costs_from(options), **links_from(options))
+    costs = costs_from(options) or Costs()
+    in_bytes = has_bytes(costs)
+    if not in_bytes:
+        # What costs nothing takes no time, but has a place to be counted.
+        costs = dataclasses.replace(costs, activation_bytes=parts_of(schedule))
+    ran = simulate(schedule, costs, **links_from(options))
     if options.json:
+        peaks = [round(peak, 9) for peak in ran.peak_bytes]
         print_json(
             about(schedule)
             | {
@@ -119,11 +128,12 @@ def _simulate(options: argparse.Namespace) -> int:
                 "busy": list(ran.busy),
                 "idle": list(ran.idle),
                 "own_idle": list(ran.own_idle),
-                "peak_bytes": list(ran.peak_bytes),
+                "peak_bytes": peaks if in_bytes else None,
+                "peak_activations": None if in_bytes else peaks,
             }
         )
     else:
-        print(table(schedule, ran))
+        print(table(schedule, ran, in_bytes))
     return _GOOD
 
 

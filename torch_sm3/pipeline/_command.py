@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_sm3.pipeline.costs import Costs
-from torch_sm3.pipeline.schedule import Schedule
+from torch_sm3.pipeline.schedule import Schedule, ScheduleError
 
 
 def numbers(text: str) -> list[float]:
@@ -24,13 +24,22 @@ def read_schedule(name: str) -> Schedule:
 
     Args:
         name: of the file; ``-`` for standard input.
+
+    Raises:
+        ScheduleError: if it is none.
     """
-    if name != "-":
-        return Schedule.load(name)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "schedule"
-        path.write_text(sys.stdin.read(), encoding="utf-8")
-        return Schedule.load(path)
+    try:
+        if name != "-":
+            return Schedule.load(name)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "schedule"
+            path.write_text(sys.stdin.read(), encoding="utf-8")
+            return Schedule.load(path)
+    except UnicodeError:
+        raise ScheduleError(
+            f"Schedule: expected a text, but got other bytes in {name!r} "
+            "(argument 'schedule')"
+        ) from None
 
 
 def add_schedule(command: argparse.ArgumentParser, more: str = "") -> None:
@@ -57,7 +66,7 @@ def add_costs(command: argparse.ArgumentParser, links: bool = True) -> None:
             "--link-bandwidth",
             type=float,
             metavar="RATE",
-            help="bytes per unit of time",
+            help="bytes per unit of time (default: without limit)",
         )
 
 

@@ -152,6 +152,9 @@ def count_of(given: Given, needs: Needs, planned: int, dim: int) -> int | None:
                 counts.add(min(size, planned))
     if len(counts) > 1:
         _fail("one number of microbatches", sorted(counts), "targets")
+    if not counts and given.iterator is None and not needs.items:
+        # Without a target the loss's rank has nothing to count.
+        return None
     return counts.pop() if counts else planned
 
 

@@ -37,13 +37,19 @@ def checked(call: Callable[[], T]) -> T:
 
 
 def whole(op: str, value: Any, name: str) -> int:
-    """Return an integer of any type, or raise a TypeError that names the argument."""
+    """Return an integer of any type, or raise an error that names the argument."""
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise TypeError(
             f"{op}: expected an integer, but got {value!r} (argument '{name}')"
         ) from None
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(
+            f"{op}: expected an integer of 64 bits, but got {number} (argument "
+            f"'{name}')"
+        )
+    return number
 
 
 def words(op: str, value: Any, name: str) -> str:

@@ -96,8 +96,7 @@ def memories(
     """
     in_bytes = has_bytes(costs)
     if not in_bytes:
-        placement = schedule.placement
-        costs = Costs(activation_bytes=[1 / placement.count(r) for r in placement])
+        costs = Costs(activation_bytes=parts_of(schedule))
     found = []
     for rank, spans in enumerate(timeline):
         live = live_bytes(schedule, rank, costs, links=links, max_pending=max_pending)
@@ -105,6 +104,15 @@ def memories(
         live = live if in_bytes else [round(value, 9) for value in live]
         found.append(levels_of(live, spans, end, in_bytes))
     return found
+
+
+def parts_of(schedule: Schedule) -> list[float]:
+    """Return which part of its rank's microbatch each stage keeps, for no bytes.
+
+    Args:
+        schedule: of which a microbatch of one of a rank's v stages counts 1/v.
+    """
+    return [1 / schedule.placement.count(rank) for rank in schedule.placement]
 
 
 def has_bytes(costs: Costs) -> bool:

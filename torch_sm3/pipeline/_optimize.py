@@ -6,9 +6,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch.amp import GradScaler
-from torch.amp.grad_scaler import OptState
 from torch.optim.optimizer import Optimizer
 
+from torch_sm3.pipeline._asked import (
+    MIXED,
+    ArgumentsError,
+    asked_for,
+    check_alike,
+    unlike_arguments,
+    wrong_arguments,
+)
 from torch_sm3.pipeline._build import Parts
 from torch_sm3.pipeline._faults import PeerFailedError
 from torch_sm3.pipeline._late import Open
@@ -23,24 +30,10 @@ from torch_sm3.pipeline._precision import (
     shrink,
     squares,
     unscale,
+    unscaled,
 )
 from torch_sm3.pipeline._result import OptimResult
 from torch_sm3.pipeline.validate import PostValidator
-
-# Arguments that must be alike; of the scaler, whether there is an enabled one.
-_ASKED = ("max_norm", "scaler", "post_validate")
-
-
-class ArgumentsError(Exception):
-    """Carry what is wrong with the arguments of a step, which is raised on all ranks.
-
-    Args:
-        error: the error to raise.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class _Pending(NamedTuple):
@@ -104,9 +97,9 @@ class Stepper:
             ArgumentsError: if the arguments are wrong, or other than elsewhere.
             PeerFailedError: if another rank failed.
         """
-        wrong = _wrong(optimizer, max_norm)
+        wrong = wrong_arguments(optimizer, max_norm)
         problem = problem or (None if wrong is None else ArgumentsError(wrong))
-        asked = _asked(max_norm, scaler, post_validate=False)
+        asked = asked_for(max_norm, scaler, post_validate=False)
         plain = max_norm is None and scaler is None
         found, sums = False, None
         try:
@@ -150,7 +143,7 @@ class Stepper:
             ArgumentsError: if the arguments are other than elsewhere.
             PeerFailedError: if another rank cannot step.
         """
-        asked = _asked(max_norm, scaler, post_validate=True)
+        asked = asked_for(max_norm, scaler, post_validate=True)
         value = problem is not None, False, (), None, False, asked
         decision, unlike = self._decide(value)
         if unlike is not None:
@@ -166,16 +159,30 @@ class Stepper:
             value: of this rank.
         """
         values, _ = self._parts.control.exchange(value)
-        unlike, norm = _unlike(values), value[-1][0]
+        unlike, norm = unlike_arguments(values), value[-1][0]
         decision = judged(
             values, self._parts.replicas, norm is not None, unlike is not None
         )
         if decision.mixed and unlike is None:
-            unlike = ValueError(
-                "optimizer_step: expected post_validate alike on all replicas, but got "
-                "True on some and False on others (argument 'post_validate')"
-            )
+            unlike = ValueError(MIXED)
         return decision, unlike
+
+    def wait_again(self) -> None:
+        """Learn that all replicas step together again. Collective over replicas.
+
+        Raises:
+            GroupLostError: if another replica goes on validating later. It is in its
+                next step, where it hears of this; the calls do not meet any more.
+        """
+        value = (
+            False,
+            False,
+            (),
+            None,
+            False,
+            asked_for(None, None, post_validate=False),
+        )
+        check_alike(judged([value], self._parts.replicas, False, False))
 
     def step_first(
         self,
@@ -195,7 +202,7 @@ class Stepper:
         if self.validator is None or self.validator.optimizer is not optimizer:
             self.validator = PostValidator(optimizer)
         found, sums = False, None
-        problem: BaseException | None = _wrong(optimizer, max_norm)
+        problem: BaseException | None = wrong_arguments(optimizer, max_norm)
         state: dict[str, Any] = {}
         failed = step is not None and step.failed
         try:
@@ -210,7 +217,7 @@ class Stepper:
             problem = error
         stop = failed or problem is not None
         how = (None, False) if step is None else (step.report, step.held)
-        asked = _asked(max_norm, scaler, post_validate=True)
+        asked = asked_for(max_norm, scaler, post_validate=True)
         value = stop, found, tuple(sums or ()), *how, asked
         tickets = self._parts.control.post(value)
         self._pending = _Pending(
@@ -228,18 +235,20 @@ class Stepper:
         Raises:
             Exception: the optimizer's own, if it failed here.
             PeerFailedError: if it failed on another rank.
+            GroupLostError: if another replica steps at once again.
         """
         if self._pending is None:
             return None, False
         pending, self._pending = self._pending, None
         values = self._parts.control.complete(pending.value, pending.tickets)
-        unlike = _unlike(values)
+        unlike = unlike_arguments(values)
         decision = judged(
             values,
             self._parts.replicas,
             pending.max_norm is not None,
             unlike is not None,
         )
+        check_alike(decision)
         factor = factor_of(decision, pending.max_norm)
         if decision.stop:
             self._stop(pending, values, unlike)
@@ -251,7 +260,7 @@ class Stepper:
         with pending.validator.taken_back():
             if scaler is not None and pending.scaler_state:
                 scaler.load_state_dict(pending.scaler_state)
-                _unscaled(scaler, optimizer)
+                unscaled(scaler, optimizer)
             shrink(self._parts.gradients.parameters(), factor)
             apply(optimizer, scaler, decision.skip)
         return self._result(decision, scaler), True
@@ -298,59 +307,3 @@ class Stepper:
         if scaler is not None and scaler.is_enabled():
             self.loss_scale = scaler.get_scale()
         return OptimResult(not decision.skip, decision.norm)
-
-
-def _unscaled(scaler: GradScaler, optimizer: Optimizer) -> None:
-    """Let a scaler know again that an optimizer's gradients are unscaled."""
-    scaler._per_optimizer_states[id(optimizer)] = {
-        "stage": OptState.UNSCALED,
-        "found_inf_per_device": {},
-    }
-
-
-def _wrong(optimizer: Any, max_norm: float | None) -> Exception | None:
-    """Return what is wrong with the arguments of a step, if anything."""
-    if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
-        return TypeError(
-            "optimizer_step: expected a torch.optim.Optimizer, but got "
-            f"{type(optimizer).__name__} (argument 'optimizer')"
-        )
-    norm = _number(max_norm)
-    if norm is not None and not norm >= 0:
-        return ValueError(
-            f"optimizer_step: expected max_norm of at least 0, but got {max_norm!r} "
-            "(argument 'max_norm')"
-        )
-    return None
-
-
-def _number(value: Any) -> float | None:
-    """Return a number as a float; what is none is below all that are allowed."""
-    try:
-        return None if value is None else float(value)
-    except (TypeError, ValueError):
-        return -1.0
-
-
-def _asked(
-    max_norm: float | None, scaler: GradScaler | None, post_validate: bool
-) -> tuple[float | None, bool, bool]:
-    """Return what must be alike on all ranks."""
-    return _number(max_norm), scaler is not None and scaler.is_enabled(), post_validate
-
-
-def _unlike(values: list[Any]) -> ValueError | None:
-    """Return in which argument the ranks differ, if in any.
-
-    Args:
-        values: of each rank, what it was asked for at the end.
-    """
-    first = values[0][-1]
-    for rank, value in enumerate(values):
-        for name, mine, theirs in zip(_ASKED, value[-1], first, strict=True):
-            if mine != theirs:
-                return ValueError(
-                    f"optimizer_step: expected {name} {theirs} as on rank 0, but got "
-                    f"{mine} on rank {rank} (argument '{name}')"
-                )
-    return None

@@ -178,15 +178,19 @@ def read(path: str | Path) -> tuple[Schedule, list[list[Stamps]], list[int], int
         ValueError: if the file is no trace of ours.
     """
     try:
-        content = json.loads(Path(path).read_text())
-        about = content["otherData"]
-        if about["format"] != FORMAT:
-            raise KeyError
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return _parsed(json.loads(Path(path).read_text()))
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
         raise ValueError(
             f"load_trace: expected a trace that PipelineRunner.save_trace wrote, but "
             f"got {str(path)!r} (argument 'path')"
         ) from None
+
+
+def _parsed(content: Any) -> tuple[Schedule, list[list[Stamps]], list[int], int]:
+    """Return what :func:`read` does; what does not fit raises whatever it does."""
+    about = content["otherData"]
+    if about["format"] != FORMAT:
+        raise KeyError(about["format"])
     schedule = Schedule.parse(about["schedule"])
     sizes = [len(schedule.actions(rank)) for rank in range(schedule.ranks)]
     steps: list[dict[int, Stamps]] = [{} for _ in sizes]
@@ -202,9 +206,8 @@ def read(path: str | Path) -> tuple[Schedule, list[list[Stamps]], list[int], int
         stamps.end[index] = begin + round(1000 * event["dur"])
         for key, name in _NOTED.items():
             getattr(stamps, name)[index] = args[key]
-    return (
-        schedule,
-        [list(x.values()) for x in steps],
-        list(about["clock_error_ns"]),
-        about["max_pending"],
-    )
+    errors = [int(error) for error in about["clock_error_ns"]]
+    if len(errors) != schedule.ranks:
+        raise ValueError(errors)
+    found = [list(x.values()) for x in steps]
+    return schedule, found, errors, int(about["max_pending"])

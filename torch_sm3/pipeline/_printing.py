@@ -54,16 +54,26 @@ def candidates(found: Sequence[Candidate]) -> str:
     return "\n".join(lines)
 
 
-def table(schedule: Schedule, ran: Simulation) -> str:
-    """Return a table of what a simulation found."""
+def table(schedule: Schedule, ran: Simulation, in_bytes: bool) -> str:
+    """Return a table of what a simulation found.
+
+    Args:
+        schedule: what ran.
+        ran: how.
+        in_bytes: whether its peaks are bytes; in microbatches of a rank otherwise.
+    """
+    peak = "peak bytes" if in_bytes else "peak activations"
     lines = [
         headline(schedule),
         f"makespan {ran.makespan:.6g}, at least {ran.lower_bound:.6g}",
-        f"{'rank':>4} {'busy':>12} {'idle':>12} {'own idle':>12} {'peak bytes':>14}",
+        f"{'rank':>4} {'busy':>12} {'idle':>12} {'own idle':>12} {'bubble':>8} "
+        f"{peak:>16}",
     ]
     for rank in range(schedule.ranks):
+        share = 100 * ran.idle[rank] / ran.makespan if ran.makespan else 0.0
         lines.append(
             f"{rank:>4} {ran.busy[rank]:>12.6g} {ran.idle[rank]:>12.6g} "
-            f"{ran.own_idle[rank]:>12.6g} {ran.peak_bytes[rank]:>14.6g}"
+            f"{ran.own_idle[rank]:>12.6g} {abs(share):>6.1f} % "
+            f"{ran.peak_bytes[rank]:>16.6g}"
         )
     return "\n".join(lines)

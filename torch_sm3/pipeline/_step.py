@@ -158,18 +158,17 @@ class StepRun:
         machine.begin(self._training, weights)
         if self.failure is not None:
             machine.fail_before(pack(tuple(self.failure[0]), "")[0])
-        answer: list[Packed] = []
         kind = _WAIT
-        resume = machine.resume
+        answer, resume = machine.answer, machine.resume
         while kind != _DONE:
             try:
-                kind, index, failed, values = resume(answer, _SLICE)
-                answer = []
+                kind, index, failed, values = resume(_SLICE)
                 if kind == _LOST:
                     raise LinksLostError
                 if kind not in (_WAIT, _DONE):
                     beside = machine.overlap if kind == _PAIR else None
-                    answer = self._ask(machine, row[index], failed, values, beside)
+                    # Not kept here: the library knows when its memory is to go.
+                    answer(self._ask(machine, row[index], failed, values, beside))
                 del values
             except LOST:
                 raise
@@ -177,7 +176,6 @@ class StepRun:
                 if kind == _DONE:
                     raise
                 self._note(machine, error)
-                answer = []
         self._poisoned = machine.failed()
         self._stamps = machine.stamps() if self._trace else []
 

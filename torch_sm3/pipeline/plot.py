@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from torch_sm3.pipeline.costs import Costs
 from torch_sm3.pipeline.schedule import Schedule
 from torch_sm3.pipeline.simulator import Simulation, simulate
 from torch_sm3.pipeline.trace import Trace
+
+_WIDEST = 20_000
 
 
 class Chart:
@@ -172,7 +175,7 @@ def plot(
         costs: of a schedule's actions, uniform ones if None; or what a trace is
             predicted with, its own if None.
         title: the headline.
-        width: in pixels.
+        width: in pixels, from 300 to 20,000.
         messages: draw an arrow for each message, from its SEND to its consumer.
         memory: draw what each rank holds over time below its lane, all to one scale,
             and write the peak: bytes, or microbatches where the costs name no bytes,
@@ -183,7 +186,7 @@ def plot(
 
     Raises:
         ValueError: if the suffix of ``path`` is neither ``.svg`` nor ``.png``, or the
-            width leaves no room.
+            width is out of range.
         ScheduleError: if the schedule cannot run.
 
     Example::
@@ -201,11 +204,16 @@ def plot(
             f"plot: expected a file .svg or .png, but got {str(path)!r} "
             "(argument 'path')"
         )
-    if not width >= 300:
+    if not 300 <= width <= _WIDEST:
         raise ValueError(
-            f"plot: expected at least 300 pixels, but got {width} (argument 'width')"
+            f"plot: expected from 300 to {_WIDEST} pixels, but got {width} (argument "
+            "'width')"
         )
     drawn = _picture(source, costs, title, memory)
+    if not math.isfinite(drawn.end):
+        raise ValueError(
+            f"plot: expected a finite makespan, but got {drawn.end} (argument 'costs')"
+        )
     chart = Chart(Gantt(within_limits(drawn), width, messages))
     if path is not None:
         data = chart.png() if suffix == ".png" else chart.svg().encode()

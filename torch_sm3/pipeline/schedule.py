@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_sm3 import _ops
-from torch_sm3.pipeline._errors import ScheduleError, checked
+from torch_sm3.pipeline._errors import ScheduleError, checked, words
 from torch_sm3.pipeline.action import Action, Candidate
 from torch_sm3.pipeline.costs import Costs
 
@@ -68,6 +68,7 @@ class Schedule:
             >>> [action.op for action in schedule.actions(0)]
             ['F', 'B']
         """
+        text = words("Schedule", text, "text")
         return checked(lambda: cls(_ops.pipeline_schedule_class().parse(text)))
 
     @classmethod
@@ -102,6 +103,7 @@ class Schedule:
         text = source if isinstance(source, str) and "\n" in source else None
         if text is None:
             text = Path(source).read_text(encoding="utf-8")
+        kind = words("Schedule.from_csv", kind, "kind")
         native = _ops.pipeline_schedule_class()
         return checked(lambda: cls(native.from_csv(text, kind)))
 

@@ -12,6 +12,7 @@
 #include <map>
 #include <optional>
 #include <tuple>
+#include <utility>
 
 namespace torch_sm3::pipeline {
 namespace {
@@ -126,16 +127,21 @@ class PipelineMachine : public torch::CustomClassHolder {
     machine_.begin(training, std::move(weights));
   }
 
+  // The answer to the last request, with which `resume` goes on. A call of its
+  // own: a caller's arguments live as long as the call, and many actions may
+  // run before `resume` returns, some of which are to find that memory free.
+  void answer(const std::vector<Value>& values) {
+    answer_.clear();
+    for (const auto& [structure, tensors] : values) {
+      answer_.push_back({structure, tensors});
+    }
+  }
+
   // Kind of the request, index of its action, whether this rank failed, and the
   // values that came for it.
   std::tuple<int64_t, int64_t, bool, std::vector<Value>>
-  resume(const std::vector<Value>& answer, double seconds) {
-    std::vector<Packed> packed;
-    packed.reserve(answer.size());
-    for (const auto& [structure, tensors] : answer) {
-      packed.push_back({structure, tensors});
-    }
-    Request request = machine_.resume(std::move(packed), seconds);
+  resume(double seconds) {
+    Request request = machine_.resume(std::exchange(answer_, {}), seconds);
     std::vector<Value> values;
     values.reserve(request.values.size());
     for (Packed& value : request.values) {
@@ -214,6 +220,7 @@ class PipelineMachine : public torch::CustomClassHolder {
  private:
   const c10::intrusive_ptr<PipelineTransport> transport_;
   Machine machine_;
+  std::vector<Packed> answer_;
 };
 
 // The transport first, and in one file with what takes it as an argument: the
@@ -255,6 +262,7 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
       .def("set_fused", &PipelineMachine::set_fused)
       .def("overlap", &PipelineMachine::overlap)
       .def("begin", &PipelineMachine::begin)
+      .def("answer", &PipelineMachine::answer)
       .def("resume", &PipelineMachine::resume)
       .def("fail", &PipelineMachine::fail)
       .def("fail_before", &PipelineMachine::fail_before)

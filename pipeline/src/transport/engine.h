@@ -30,11 +30,12 @@ inline std::chrono::nanoseconds in_seconds(double value) {
 // message from thread to thread costs more than a small message takes. Threads
 // exist for what must go on while the caller computes: one listens to the
 // control messages of each control peer, one per link receives large payloads
-// that nothing foretold, one wakes callers whose wait has lasted long enough,
-// and one posts what a slow link holds back. Where tensors of a device have
-// lanes, the links' threads receive all headers, and each posts what its header
-// announces at once, in the order in which the messages of a peer were asked
-// for: so nobody waits for such tensors but the streams that use them.
+// that nothing foretold and what was asked for long before its use, one wakes
+// callers whose wait has lasted long enough, and one posts what a slow link
+// holds back. Where tensors of a device have lanes, the links' threads receive
+// all headers, and each posts what its header announces at once, in the order
+// in which the messages of a peer were asked for: so nobody waits for such
+// tensors but the streams that use them.
 // Threads hold a shared pointer, so one that cannot be stopped never outlives
 // what it uses.
 class Transport::Engine : public std::enable_shared_from_this<Engine> {
@@ -138,6 +139,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
     std::deque<Message> unasked;    // control messages that came first
     bool left = false;              // the peer closed its links
     std::vector<TensorMeta> layout; // of the last payload, if it was large
+    bool large = false; // some message was too large for a frame's buffer
     // The last payload came after its header was read, or there was none yet.
     bool surprised = true;
     std::condition_variable wake;
@@ -191,6 +193,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   void progress(Lock& lock, Incoming& link, Time limit);
   void post_frames(Incoming& link);
   void pop(Incoming& link);
+  static bool falls_behind(const Incoming& link);
   void next_message(Incoming& link);
   void offer(Incoming& link, Receipt& receipt);
   void hand_over();

@@ -47,7 +47,7 @@ void Transport::Engine::ask(int64_t ticket) {
       by_lane_[receipt->peer].push_back(receipt);
     }
     post_frames(link);
-    if (link.queue.front() == receipt) {
+    if (link.queue.front() == receipt || falls_behind(link)) {
       next_message(link);
     }
   } catch (const HeaderError& error) {
@@ -101,6 +101,13 @@ void Transport::Engine::pop(Incoming& link) {
   next_message(link);
 }
 
+// Whether so much was asked for and not received that the sender may soon wait:
+// a schedule may ask for messages long before it uses them.
+bool Transport::Engine::falls_behind(const Incoming& link) {
+  const size_t many = link.large ? 2 : kFew;
+  return link.queue.size() >= many && link.queue[many - 1]->asked;
+}
+
 // Makes ready for the first message of a link if it was asked for, and decides
 // who receives it.
 void Transport::Engine::next_message(Incoming& link) {
@@ -110,8 +117,8 @@ void Transport::Engine::next_message(Incoming& link) {
   Receipt& first = *link.queue.front();
   offer(link, first);
   // A thread, because a lane's receive is posted as soon as the header is here.
-  first.threaded =
-      link.surprised || stuck_ > 0 || (lanes_ && lanes_->has(first.channel));
+  first.threaded = link.surprised || stuck_ > 0 || falls_behind(link) ||
+                   (lanes_ && lanes_->has(first.channel));
   if (!first.threaded) {
     return;
   }
@@ -303,6 +310,7 @@ void Transport::Engine::open_header(Incoming& link, Receipt& receipt) {
       }
     }
     link.layout = message.header.tensors;
+    link.large = true;
     receipt.arriving = std::move(message);
   }
   announce_lane(receipt);

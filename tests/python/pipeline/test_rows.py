@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs that broke other implementations: rows of section 14 that hold already.
+"""Inputs that broke other implementations: values, microbatches, evals, many steps.
 
-A test is named after the number of its row in the table.
+A test is named after the number of its row in the table of section 14.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.pipeline_chain import batches, chain, differing, runner_of
+from helpers.pool import Pools
 from helpers.scenarios import Scenarios
 from reference.pipeline_models import loss_fn, make_batch, make_stages, single_process
 from torch import nn
@@ -34,10 +36,11 @@ def equal(module: nn.Module, reference: nn.Module) -> bool:
 @four_ranks
 def few_microbatches(rank: int, ranks: int) -> dict[str, bool]:
     """Run fewer microbatches than ranks; return which cases are as one process."""
-    tokens, target = make_batch(4)
     good = {}
     for kind in ("1f1b", "gpipe"):
         for m in range(1, ranks):
+            # A context so long that a microbatch is one sequence.
+            tokens, target = make_batch(m, length=512)
             mine, whole = make_stages(ranks), make_stages(ranks)
             runner = PipelineRunner(
                 [Stage(mine[rank], rank)], plan(kind, ranks, m), loss_fn=loss_fn
@@ -116,8 +119,7 @@ class EvenOnly(nn.Module):
         return self.out(a + b if self.calls % 2 == 0 else a)
 
 
-@two_ranks
-def absent_gradients(rank: int, ranks: int) -> Any:
+def absent_gradients(rank: int, ranks: int, kind: str) -> Any:
     torch.manual_seed(1)
     mine = [Sometimes(), EvenOnly()]
     torch.manual_seed(1)
@@ -125,7 +127,7 @@ def absent_gradients(rank: int, ranks: int) -> Any:
     x, y = torch.randn(6, 4), torch.randn(6, 1)
     runner = PipelineRunner(
         [Stage(mine[rank], rank)],
-        plan("1f1b", ranks, 3),
+        plan(kind, ranks, 3),
         loss_fn=functional.mse_loss,
         loss_reduction="sum",
     )
@@ -138,15 +140,16 @@ def absent_gradients(rank: int, ranks: int) -> Any:
     runner.close()
     mine[1].calls = 0
     runner = PipelineRunner(
-        [Stage(mine[rank], rank)], plan("1f1b", ranks, 1), loss_fn=functional.mse_loss
+        [Stage(mine[rank], rank)], plan(kind, ranks, 1), loss_fn=functional.mse_loss
     )
     runner.step(x, target=y)
     runner.close()
     return good, rank == 1 or mine[0].b.weight.grad is None
 
 
-def test_pipeline_row_05_absent_gradients_stay_absent() -> None:
-    assert two_ranks.answers(absent_gradients) == [(True, True)] * 2
+@pytest.mark.parametrize("kind", ["1f1b", "zb_h1"])
+def test_pipeline_row_05_absent_gradients_stay_absent(pools: Pools, kind: str) -> None:
+    assert pools(2).run(absent_gradients, kind) == [(True, True)] * 2
 
 
 class Mixed(nn.Module):
@@ -246,28 +249,40 @@ def test_pipeline_row_25_losses_of_one_and_of_four_ranks_have_the_same_bits() ->
     assert four_ranks.answers(twenty_steps) == [one] * 4
 
 
-@two_ranks
-def eval_step_eval(rank: int, ranks: int) -> bool:
-    tokens, target = make_batch(8)
-    mine = make_stages(ranks)[rank]
-    runner = PipelineRunner(
-        [Stage(mine, rank)], plan("1f1b", ranks, 4), loss_fn=loss_fn
-    )
-    runner.step(tokens, target=target)
-    alone = [p.grad.clone() for p in mine.parameters()]
-    mine.zero_grad()
-    first = runner.eval(tokens, target=target, return_outputs=True)
-    runner.step(tokens, target=target)
-    second = runner.eval(tokens, target=target)
-    bare = runner.eval(tokens, return_outputs=True)
-    runner.close()
-    assert bare.loss is None and (bare.outputs is None) == (rank == 0)
-    if rank == 1:
-        assert not any(output.requires_grad for output in first.outputs)
-    return torch.equal(first.loss, second.loss) and all(
-        torch.equal(a, p.grad) for a, p in zip(alone, mine.parameters(), strict=True)
-    )
+def eval_step_eval(rank: int, ranks: int, deterministic: bool) -> list[str]:
+    """Step between evals of other sizes, with dropout; return what they changed."""
+    m, wrong = 4, []
+    items, targets = batches([2] * m)
+    whole = torch.cat(items), torch.cat(targets)
+    mine = [chain(ranks, dropout=0.5) for _ in range(2)]
+    schedule, options = plan("1f1b", ranks, m), {"deterministic": deterministic}
+
+    def twice(modules: list[nn.Module], evals: bool) -> list[Any]:
+        torch.manual_seed(rank)
+        runner = runner_of(modules, schedule, rank, **options)
+        steps = []
+        for _ in range(2):
+            if evals:
+                runner.eval(whole[0], target=whole[1])
+                bare = runner.eval(microbatches=items * 2, return_outputs=True)
+                if bare.loss is not None or (bare.outputs is None) == (rank == 1):
+                    wrong.append("an eval without a target")
+                if any(output.requires_grad for output in bare.outputs or []):
+                    wrong.append("outputs with a graph")
+            steps.append(runner.step(whole[0], target=whole[1]).losses)
+        if evals:
+            runner.eval(microbatches=items[:1], targets=targets[:1])
+        runner.close()
+        return steps
+
+    alone, between = (twice(mine[k], evals=k == 1) for k in range(2))
+    if not all(map(torch.equal, alone, between)) or torch.equal(*alone):
+        wrong.append("losses")
+    return wrong + differing(mine[1], mine[0], [rank])
 
 
-def test_pipeline_row_12_eval_leaves_no_trace() -> None:
-    assert two_ranks.answers(eval_step_eval) == [True] * 2
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_pipeline_row_12_eval_leaves_no_trace(
+    pools: Pools, deterministic: bool
+) -> None:
+    assert pools(2).run(eval_step_eval, deterministic) == [[]] * 2

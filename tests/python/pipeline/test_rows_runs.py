@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import pipeline_ranks_rows as ranks_rows
+from helpers.pipeline_chain import accumulate, batches, chain, differing, runner_of
 from helpers.pool import Pools
 from helpers.scenarios import Scenarios
 from reference.pipeline_models import loss_fn, make_batch, make_stages, single_process
@@ -109,33 +110,56 @@ def test_pipeline_row_20_outputs_that_are_views() -> None:
     assert two_ranks.answers(views) == [True] * 2
 
 
+class Raises(nn.Module):
+    """Raise in one call of all."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.calls_left = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise LookupError("third")
+        return self.module(x)
+
+
 @three_ranks
 def stage_1_raises(rank: int, ranks: int) -> Any:
-    class Raises(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.calls = 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            if rank == 1 and self.calls == 3:
-                raise LookupError("third")
-            return self.linear(x)
-
-    runner = PipelineRunner(
-        [Stage(Raises(), rank)], plan("1f1b", ranks, 4), loss_fn=functional.mse_loss
-    )
+    m = 4
+    mine, whole = [Raises(module) for module in chain(ranks)], chain(ranks)
+    optimizer = torch.optim.SGD(mine[rank].parameters(), lr=0.1, momentum=0.9)
+    items, targets = batches([2] * m)
+    runner = runner_of(mine, plan("1f1b", ranks, m), rank)
+    # What was accumulated before is gone as well, which the error says.
+    runner.step(microbatches=items, targets=targets)
+    mine[rank].calls_left = 3 if rank == 1 else -1
+    before = [p.detach().clone() for p in mine[rank].parameters()]
     with pytest.raises(PipelineError) as info:
-        runner.step(torch.randn(4, 4), target=torch.randn(4, 4))
-    runner.step(torch.randn(4, 4), target=torch.randn(4, 4))
+        runner.step(microbatches=items, targets=targets)
+    error = info.value
+    assert isinstance(error.__cause__, LookupError) == (rank == 1)
+    assert all(p.grad is None for p in mine[rank].parameters())
+    pairs = zip(before, mine[rank].parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs) and not optimizer.state
+    # The links are clean: the next step is that of a run without the failure.
+    result = runner.step(microbatches=items, targets=targets)
     runner.close()
-    return info.value.stage, info.value.microbatch, str(info.value)
+    losses = accumulate(whole, items, targets, [1 / m] * m)
+    wrong = differing([x.module for x in mine], whole, [rank])
+    if not torch.equal(result.losses, torch.stack(losses)):
+        wrong.append("losses")
+    fields = error.rank, error.stage, error.microbatch, error.action
+    return (*fields, error.error_type, error.message), str(error), wrong
 
 
 def test_pipeline_row_28_stage_1_raises_at_microbatch_2() -> None:
-    text = "pipeline: rank 1 at 1F2: LookupError: third"
-    assert three_ranks.answers(stage_1_raises) == [(1, 2, text)] * 3
+    fields = 1, 1, 2, "1F2", "LookupError", "third"
+    for seen, text, wrong in three_ranks.answers(stage_1_raises):
+        assert seen == fields and wrong == []
+        assert text.startswith("pipeline: rank 1 at 1F2: LookupError: third")
+        assert "lost" in text
 
 
 @four_ranks

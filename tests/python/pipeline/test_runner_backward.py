@@ -24,5 +24,6 @@ def test_outputs_are_gone_once_they_are_sent(pools: Pools, kind: str) -> None:
         assert after_step == after_eval == 0
 
 
-def test_fifty_steps_leave_nothing_behind(pools: Pools) -> None:
-    assert pools(2).run(ranks_backward.fifty_steps) == [[]] * 2
+@pytest.mark.parametrize("everything", [False, True])
+def test_fifty_steps_leave_nothing_behind(pools: Pools, everything: bool) -> None:
+    assert pools(2).run(ranks_backward.fifty_steps, everything) == [[]] * 2

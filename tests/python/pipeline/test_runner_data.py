@@ -15,6 +15,13 @@ def test_any_placement_has_the_bits_of_one_process(pools: Pools, ranks: int) -> 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_pipeline_row_04_sequences_of_other_lengths(pools: Pools, ranks: int) -> None:
+    assert pools(ranks).run(ranks_data.sequences) == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_steps_and_evals_have_microbatches_of_their_own(
+    pools: Pools, ranks: int
+) -> None:
     assert pools(ranks).run(ranks_data.ragged) == [[]] * ranks
 
 

@@ -27,6 +27,7 @@ def test_a_route_without_its_key_is_named(pools: Pools) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_encoder_and_decoder(pools: Pools, ranks: int) -> None:
     assert pools(ranks).run(ranks_kinds.encoder_decoder) == [[]] * ranks
+    assert pools(ranks).run(ranks_kinds.chained_encoder) == [[]] * ranks
 
 
 def test_a_route_of_the_schedule_that_no_stage_has(pools: Pools) -> None:

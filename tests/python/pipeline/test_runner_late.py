@@ -71,3 +71,7 @@ def test_losses_of_any_reduction_are_the_same(pools: Pools) -> None:
 def test_tokens_of_replicas_are_counted_early(pools: Pools) -> None:
     # 8 tokens in one replica and 9 in the other.
     assert pools(4).run(late.replicated_tokens) == [[]] * 4
+
+
+def test_optimizer_steps_may_be_validated_later_or_not(pools: Pools) -> None:
+    assert pools(3).run(late.alternates) == [[]] * 3

@@ -22,6 +22,12 @@ def test_pipeline_row_30_any_optimizer_steps_on_the_norm_of_all_stages(
     assert all(other == norms[0] for other in norms)
 
 
+def test_pipeline_row_30_every_optimizer_of_torch_steps(pools: Pools) -> None:
+    assert len(ranks_precision.torch_optimizers()) >= 13
+    first, second = pools(2).run(ranks_precision.clipped, [0, 1, 1, 0], False, True)
+    assert first == second and first[0] == []
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_pipeline_row_14_an_infinity_on_stage_1_skips_all(
     pools: Pools, frozen: bool

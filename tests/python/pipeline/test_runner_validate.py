@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from helpers import pipeline_ranks_validate as ranks_validate
-from helpers.pipeline_ranks_precision import OPTIMIZERS
+from helpers.pipeline_ranks_kinds import KINDS as EVERY
+from helpers.pipeline_ranks_precision import OPTIMIZERS, torch_optimizers
 from helpers.pool import Pools
 from torch import nn
 
-from torch_sm3.pipeline import PostValidator
+from torch_sm3.pipeline import PostValidator, Schedule, plan, verify
+from torch_sm3.pipeline._rows import with_validation
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -20,6 +24,30 @@ def test_all_bits_are_those_of_steps_that_wait(
     pools: Pools, ranks: int, case: str, scaled: bool
 ) -> None:
     assert pools(ranks).run(ranks_validate.as_without, case, scaled) == [[]] * ranks
+
+
+def test_every_kind_begins_anew(pools: Pools) -> None:
+    assert pools(2).run(ranks_validate.every_kind) == [[]] * 2
+
+
+@pytest.mark.parametrize(("kind", "chunks"), EVERY)
+@pytest.mark.parametrize(("ranks", "m"), [(1, 2), (2, 4), (4, 9)])
+def test_validation_follows_the_warm_up(
+    kind: str, chunks: int | None, ranks: int, m: int
+) -> None:
+    schedule = plan(kind, ranks, m, chunks=chunks).lower()
+    lines = schedule.text.splitlines()
+    for rank in range(ranks):
+        row = with_validation(schedule.actions(rank))
+        ops = [action.op for action in row]
+        at = ops.index("VALIDATE")
+        assert ops.count("VALIDATE") == 1 and ops[at + 1] in ("B", "I")
+        assert not {"B", "I", "W"} & set(ops[:at])
+        assert [*row[:at], *row[at + 1 :]] == schedule.actions(rank)
+        assert with_validation(row) == row
+        cell = next(x for x in lines[rank + 1].split() if re.match(r".*\d[BI]\d", x))
+        lines[rank + 1] = lines[rank + 1].replace(f" {cell}", f" VALIDATE {cell}", 1)
+    assert verify(Schedule.parse("\n".join(lines) + "\n")).valid
 
 
 def test_replicas_never_disagree(pools: Pools) -> None:
@@ -44,12 +72,15 @@ def test_failures_while_a_step_is_pending(
     assert pools(3).run(ranks_validate.failing, where) == [wanted] * 3
 
 
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+ALL = torch_optimizers() | OPTIMIZERS
+
+
+@pytest.mark.parametrize("name", list(ALL))
 def test_a_step_is_taken_back_in_all_bits(name: str) -> None:
     def train(correct: bool) -> list[object]:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 1))
-        optimizer = OPTIMIZERS[name](module.parameters())
+        optimizer = ALL[name](module.parameters())
         validator = PostValidator(optimizer)
         for step in range(4):
             loss = module(torch.full((3, 5), 1.0 + step)).square().sum()
@@ -62,7 +93,8 @@ def test_a_step_is_taken_back_in_all_bits(name: str) -> None:
                 for group in optimizer.param_groups:
                     group["lr"] = 77.0
                 validator.correct(half)
-                assert all(p.grad is None for p in module.parameters())
+                stepped = [p for x in optimizer.param_groups for p in x["params"]]
+                assert all(p.grad is None for p in stepped)
                 assert all(group["lr"] == 77.0 for group in optimizer.param_groups)
             else:
                 for group in optimizer.param_groups:
@@ -71,7 +103,7 @@ def test_a_step_is_taken_back_in_all_bits(name: str) -> None:
                     for parameter in module.parameters():
                         parameter.grad.mul_(half)
                     optimizer.step()
-                optimizer.zero_grad()
+            module.zero_grad()
         state = optimizer.state_dict()["state"]
         return [p.detach() for p in module.parameters()] + [
             value for entry in state.values() for value in entry.values()

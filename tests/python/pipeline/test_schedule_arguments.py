@@ -11,6 +11,7 @@ import torch
 
 from torch_sm3.pipeline import (
     Costs,
+    Schedule,
     ScheduleError,
     kinds,
     live_bytes,
@@ -80,6 +81,12 @@ SMALL = plan("1f1b", 2, 2)
         (lambda: partition([1.0, 2.0], 1.5), "partition", "1.5 (argument 'stages')"),
         (lambda: verify(SMALL, max_pending=None), "verify", "None (argument 'max_pe"),
         (lambda: simulate(SMALL, links=0), "simulate: expected a string", "0 (argu"),
+        (lambda: Schedule.parse(None), "Schedule: expected a string", "None (argume"),
+        (
+            lambda: Schedule.from_csv("0F0\n", kind=1),
+            "Schedule.from_csv: expected a string",
+            "1 (a",
+        ),
         (lambda: live_bytes(SMALL, 0.5, Costs()), "live_bytes", "0.5 (argument 'rank"),
         (lambda: plan("1f1b", 2, 2, costs={}), "plan: expected Costs", "{} (argument"),
         (lambda: verify(SMALL, memory=3), "verify: expected Costs", "3 (argument 'm"),
@@ -122,6 +129,16 @@ def test_arguments_of_a_wrong_type_are_named(
     head, _, tail = str(caught.value).partition(", but got ")
     assert head == (expected if ":" in expected else f"{expected}: expected an integer")
     assert tail.startswith(got) and tail.endswith("')")
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**30])
+def test_integers_that_no_machine_has_are_named(number: int) -> None:
+    for name in ("ranks", "microbatches", "chunks", "warmup", "split", "rank"):
+        given: dict[str, Any] = {"ranks": 2, "microbatches": 2, name: number}
+        with pytest.raises(ValueError, match=rf"got {number} \(argument '{name}'\)"):
+            plan("1f1b", **given)
+    with pytest.raises(ValueError, match=r"\(argument 'max_pending'\)"):
+        verify(SMALL, max_pending=number)
 
 
 def test_numbers_of_other_libraries_are_integers() -> None:

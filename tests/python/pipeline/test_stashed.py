@@ -66,6 +66,17 @@ def test_pipeline_row_13_live_bytes_of_four_ranks() -> None:
         assert not wrong, "\n".join(wrong[:20])
 
 
+@pytest.mark.parametrize("model", ["relu", "checkpoint", "reversible", "pairs"])
+def test_what_goes_to_a_stage_of_the_same_rank_is_counted_once(model: str) -> None:
+    # The output of a custom Function, as of a reentrant checkpoint, cannot be freed:
+    # it is gone as soon as nobody holds it.
+    schedule = Schedule.parse(
+        "schedule 1 kind=x ranks=1 stages=4 microbatches=2 placement=0,0,0,0\n"
+        "rank 0: 0F0 1F0 2F0 3F0 0F1 1F1 3B0 2F1 2B0 1B0 3F1 0B0 3B1 2B1 1B1 0B1\n"
+    )
+    assert counted(model, schedule, 0) == []
+
+
 @two_ranks
 def unequal(rank: int, ranks: int) -> dict[str, Any]:
     """Let stage 1 keep six times as much as stage 0."""

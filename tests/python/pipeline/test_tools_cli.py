@@ -173,6 +173,17 @@ def test_a_file_that_is_no_schedule_is_invalid(tmp_path: Path, capsys: Out) -> N
     assert found["valid"] is False and "'0X0'" in found["message"]
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe\0s", bytes(range(256)), b"", b"\n"])
+@pytest.mark.parametrize("command", ["verify", "simulate", "plot"])
+def test_other_bytes_are_no_schedule(
+    tmp_path: Path, capsys: Out, command: str, content: bytes
+) -> None:
+    (tmp_path / "s").write_bytes(content)
+    line = [command, str(tmp_path / "s")]
+    assert main([*line, "-o", "s.svg"] if command == "plot" else line) == 1
+    assert capsys.readouterr().err.startswith("Schedule")
+
+
 # --- simulate --------------------------------------------------------------
 
 
@@ -188,6 +199,42 @@ def test_simulate_prints_and_returns_the_same_numbers(zbv: str, capsys: Out) -> 
     assert f"makespan {ran.makespan:.6g}" in lines[1]
     assert len(lines) == 3 + 4
     assert float(lines[3].split()[2]) == pytest.approx(ran.idle[0], rel=1e-4)
+
+
+def test_simulate_reports_bubble_and_memory_of_each_rank(
+    tmp_path: Path, capsys: Out
+) -> None:
+    path = tmp_path / "s.txt"
+    path.write_text(plan("1f1b", 4, 8).text)
+    assert main(["simulate", str(path), "--costs", "1,1,1"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()[2:]
+    assert head.endswith("peak activations")
+    for rank, row in enumerate(rows):
+        # (p - 1) T of (m + p - 1) T, and p - r microbatches in flight.
+        found = row.split()
+        assert found[:3] == [str(rank), "24", "9"]
+        assert found[-3:] == ["27.3", "%", str(4 - rank)]
+    assert main(["simulate", str(path), "--json"]) == 0
+    found = printed(capsys)
+    assert found["peak_bytes"] is None and found["peak_activations"] == [4, 3, 2, 1]
+    Costs(1, 1, 1, activation_bytes=2**20).save(tmp_path / "c.json")
+    line = ["simulate", str(path), "--costs", str(tmp_path / "c.json")]
+    assert main(line) == 0
+    head, first, *_ = capsys.readouterr().out.splitlines()[2:]
+    assert head.endswith("peak bytes") and float(first.split()[-1]) > 4e6
+    assert main([*line, "--json"]) == 0
+    found = printed(capsys)
+    assert found["peak_activations"] is None
+    assert found["peak_bytes"] == [k * 2**20 for k in (4, 3, 2, 1)]
+
+
+def test_chunks_count_in_parts_of_a_rank(tmp_path: Path, capsys: Out) -> None:
+    path = tmp_path / "s.txt"
+    path.write_text(plan("interleaved", 3, 6, chunks=3).text)
+    assert main(["simulate", str(path), "--json"]) == 0
+    # min(m v, 2 (p - 1 - r) + (v - 1) p + 1) of v chunks.
+    wanted = [pytest.approx((2 * (2 - r) + 7) / 3) for r in range(3)]
+    assert printed(capsys)["peak_activations"] == wanted
 
 
 def test_simulate_refuses_what_cannot_run(stuck: str, capsys: Out) -> None:
@@ -305,6 +352,10 @@ def test_plot_predicts_a_trace_with_the_costs_it_is_given(tmp_path: Path) -> Non
         ["plot", "{zbv}", "-o", "s.pdf"],
         ["plot", "{zbv}", "-o", "s.svg", "--width", "1"],
         ["plot", "missing.json", "-o", "s.svg"],
+        ["plot", "{zbv}", "-o", "s.svg", "--width", "inf"],
+        ["plot", "{zbv}", "-o", "s.svg", "--link-latency", "1e308"],
+        ["plan", "--kind", "1f1b", "-p", "2", "-m", str(2**64)],
+        ["simulate", "{zbv}", "--max-pending", str(2**64)],
     ],
 )
 def test_wrong_usage_exits_with_2(line: list[str], zbv: str, capsys: Out) -> None:

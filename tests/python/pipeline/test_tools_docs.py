@@ -66,13 +66,20 @@ def test_commands_run_as_printed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(
-        r"^```bash\n(.*?)^```", (DOCS.parent / page).read_text(), re.DOTALL | re.M
+        r"^```bash\n(.*?)^```\n(?:\n```text\n(.*?)^```)?",
+        (DOCS.parent / page).read_text(),
+        re.DOTALL | re.M,
     )
-    for line in "".join(blocks).splitlines():
-        if line.startswith("python -m torch_sm3.pipeline "):
-            assert main(shlex.split(line)[3:]) == 0, line
+    printed = ""
+    for commands, output in blocks:
+        for line in commands.splitlines():
+            if line.startswith("python -m torch_sm3.pipeline "):
+                assert main(shlex.split(line)[3:]) == 0, line
+        said = capsys.readouterr().out
+        assert output in ("", said)
+        printed += said
     assert {x.name for x in tmp_path.iterdir()} == files
-    assert "zbv" in capsys.readouterr().out
+    assert "zbv" in printed
 
 
 def test_the_page_holds_a_whole_program(tmp_path: Path) -> None:

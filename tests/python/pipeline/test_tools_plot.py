@@ -215,9 +215,10 @@ def test_unknown_files_are_refused(tmp_path: Path, path: str) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_narrow_charts_are_refused() -> None:
-    with pytest.raises(ValueError, match="plot: expected at least 300 pixels, but got"):
-        plot(plan("gpipe", 2, 2), width=100)
+@pytest.mark.parametrize("width", [0, 100, -1e9, 1e9, float("inf"), float("nan")])
+def test_charts_too_narrow_or_too_wide_are_refused(width: float) -> None:
+    with pytest.raises(ValueError, match="plot: expected from 300 to 20000 pixels, bu"):
+        plot(plan("gpipe", 2, 2), width=width)
 
 
 @pytest.mark.parametrize("end", [0.003, 0.9, 1.0, 7.0, 39.4, 1e6])

@@ -10,6 +10,7 @@ import threading
 import time
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +164,47 @@ def test_steps_that_not_all_ranks_have_are_left_out() -> None:
     assert min(x.begin[0] for own in short.steps for x in own) == US
 
 
+REFUSED = "load_trace: expected a trace that Pipeline"
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"otherData": {"format": "x"}}'])
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.json").write_text(text)
-    with pytest.raises(ValueError, match="load_trace: expected a trace that Pipeline"):
+    with pytest.raises(ValueError, match=REFUSED):
         load_trace(tmp_path / "t.json")
+
+
+def _pieces(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield where the pieces of a JSON value are."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in pairs:
+        yield (*path, key)
+        if isinstance(item, (dict, list)):
+            yield from _pieces(item, (*path, key))
+
+
+@pytest.mark.parametrize("other", ["lost", None, "x", -(10**30), 1e300, [], {}])
+def test_damaged_traces_are_read_or_refused(tmp_path: Path, other: Any) -> None:
+    schedule = plan("none", 1, 1)
+    synthetic(schedule, Costs(0.01, 0.01, 0.01), steps=1).save(tmp_path / "t.json")
+    text = (tmp_path / "t.json").read_text()
+    refused = 0
+    for *path, key in list(_pieces(json.loads(text))):
+        content = json.loads(text)
+        place = content
+        for step in path:
+            place = place[step]
+        if other == "lost":
+            del place[key]
+        else:
+            place[key] = other
+        (tmp_path / "t.json").write_text(json.dumps(content))
+        try:
+            Trace.load(tmp_path / "t.json")
+        except ValueError as error:
+            assert REFUSED in str(error)
+            refused += 1
+    assert refused >= 10
 
 
 def test_a_trace_is_drawn_with_two_lanes_for_each_rank() -> None:

@@ -175,3 +175,30 @@ def runs_ahead(rank: int, ranks: int) -> float:
 def test_a_rank_may_run_ahead_of_its_neighbour() -> None:
     first, second = two_ranks.answers(runs_ahead)
     assert first == second
+
+
+@two_ranks
+def asked_and_not_taken(rank: int, ranks: int) -> list[bool]:
+    # One rank asks for many messages and turns to something else until all have left.
+    group = dist.new_group(backend="gloo")
+    small, large = [(3, torch.float32)], [(BIG, torch.float32)]
+    good = []
+    for row in ([small] * 40, [large] * 12, [small, large] * 6, [small, small, large]):
+        links = open_links()
+        if rank == 0:
+            for number, kind in enumerate(row):
+                links.send(1, ACTIVATION, (0, 1), number, "t", tensors_of(kind, number))
+            dist.barrier(group=group)
+        else:
+            numbers = range(len(row))
+            tickets = [links.receive(0, ACTIVATION, (0, 1), i) for i in numbers]
+            dist.barrier(group=group)
+            good += [take(links, tickets[i], row[i], i) for i in numbers]
+        good.append(links.failure() is None)
+        links.close()
+    dist.destroy_process_group(group)
+    return good
+
+
+def test_a_sender_need_not_wait_until_what_was_asked_for_is_taken() -> None:
+    assert all(map(all, two_ranks.answers(asked_and_not_taken)))
