@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What PipelineSchedule asks planner, verifier and simulator.
 #include <classes/schedule_class.h>
+#include <planner/planning.h>
 #include <torch_sm3/check.h>
 #include <torch_sm3/pipeline/planner.h>
 #include <torch_sm3/pipeline/search.h>
@@ -73,11 +74,20 @@ Planned plan_all(const PlanOptions& options) {
 }
 
 Planned plan_row(const PlanOptions& options, int64_t rank) {
+  check_rank(options, rank);
+  const auto own = static_cast<size_t>(rank);
   Planned planned;
-  std::vector<Action> row = plan_rank(options, rank);
-  planned.schedule = outline(options);
-  planned.schedule.rows[static_cast<size_t>(rank)] = std::move(row);
-  planned.advice = advice(options);
+  if (options.kind == "auto") {
+    // One search finds the row and what else there is to tell.
+    planned = plan_all(options);
+    std::vector<std::vector<Action>> rows(planned.schedule.ranks);
+    rows[own] = std::move(planned.schedule.rows[own]);
+    planned.schedule.rows = std::move(rows);
+  } else {
+    planned.schedule = outline(options);
+    planned.schedule.rows[own] = plan_rank(options, rank);
+    planned.advice = advice(options);
+  }
   return planned;
 }
 

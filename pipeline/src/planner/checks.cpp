@@ -27,6 +27,8 @@ size_t distance(const std::string& a, const std::string& b) {
   return row[b.size()];
 }
 
+constexpr int64_t kMostStages = std::numeric_limits<uint16_t>::max();
+
 void check_size(int64_t value, int64_t most, const char* what) {
   if (value < 1 || value > most) {
     refuse_plan(
@@ -110,8 +112,17 @@ void refuse_kind(const std::string& name) {
       "' (argument 'kind'), perhaps for '" + nearest + "'");
 }
 
+void check_rank(const PlanOptions& options, int64_t rank) {
+  check_size(options.ranks, kMostStages, "ranks");
+  if (rank < 0 || rank >= options.ranks) {
+    refuse_plan(
+        "a rank from 0 to " + std::to_string(options.ranks - 1),
+        std::to_string(rank),
+        "rank");
+  }
+}
+
 Sizes check_sizes(const PlanOptions& options, ChunkRule rule) {
-  constexpr int64_t kMostStages = std::numeric_limits<uint16_t>::max();
   const int64_t chunks = options.chunks == 0 ? rule.usual : options.chunks;
   check_size(options.ranks, kMostStages, "ranks");
   check_size(chunks, kMostStages / options.ranks, "chunks");

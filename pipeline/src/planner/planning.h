@@ -50,6 +50,7 @@ struct ChunkRule {
   bool any = false;
 };
 
+void check_rank(const PlanOptions& options, int64_t rank);
 Sizes check_sizes(const PlanOptions& options, ChunkRule rule);
 // Everything but the sizes and the costs.
 void check_options(const PlanOptions& options, int64_t stages);

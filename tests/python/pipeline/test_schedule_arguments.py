@@ -49,6 +49,8 @@ def test_options_that_a_kind_has_no_use_for_are_refused(kind: str) -> None:
         ({"split": 9}, "(argument 'split')"),
         ({"via": "post"}, "via in {chain, direct}, but got 'post' (argument 'via')"),
         ({"rank": 2}, "a rank from 0 to 1, but got 2 (argument 'rank')"),
+        ({"rank": 0, "ranks": 0}, "ranks from 1 to 65535, but got 0"),
+        ({"rank": 2, "kind": "auto"}, "a rank from 0 to 1, but got 2"),
         ({"rank": -1}, "rank of at least 0, but got -1 (argument 'rank')"),
         ({"link_cost": -1.0}, "(argument 'link_cost')"),
         ({"max_pending": 0}, "max_pending of at least 1, but got 0"),
@@ -60,7 +62,7 @@ def test_options_that_a_kind_has_no_use_for_are_refused(kind: str) -> None:
 )
 def test_wrong_options_of_plans_are_named(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=r"^plan: expected ") as caught:
-        plan("1f1b", 2, 2, **options)
+        plan(**{"kind": "1f1b", "ranks": 2, "microbatches": 2, **options})
     assert message in str(caught.value)
     assert not isinstance(caught.value, ScheduleError)
 

@@ -161,6 +161,8 @@ def test_values_are_lists_by_name_and_come_back() -> None:
         ({"W": "1"}, None),
         ({"W": "one"}, "but got 'one' (argument 'W')"),
         ({"F": None}, "but got None (argument 'F')"),
+        ({"B": [1, None]}, "but got None (argument 'B')"),
+        ({"pair": [None]}, "but got None (argument 'pair')"),
         ({"F": []}, "one number or more, but got [] (argument 'F')"),
         ({"seed": "x"}, "a number, but got 'x' (argument 'seed')"),
         ({"jitter": [1]}, "a number, but got [1] (argument 'jitter')"),

@@ -231,6 +231,9 @@ def test_a_search_says_what_it_looked_at() -> None:
     assert min(c.makespan for c in found.alternatives if not c.refused) == (
         chosen[0].makespan
     )
+    row = plan("auto", 2, 4, costs=costs, memory_limit=1000, rank=1)
+    assert row.alternatives == found.alternatives and row.costs == found.costs
+    assert row.actions(1) == found.actions(1) and row.actions(0) == []
     again = pickle.loads(pickle.dumps(found))
     assert again == found and again.alternatives == [] and again.costs is None
     with pytest.raises(ScheduleError):
