@@ -182,6 +182,14 @@ TEST(Header, WordsNameStagesMicrobatchAndStep) {
   EXPECT_EQ(
       describe(header),
       "gradient of microbatch 4 from stage 2 to stage 1 in eval 9");
+  header = {};
+  header.message_class = MessageClass::kControl;
+  header.step = 3;
+  EXPECT_EQ(describe(header), "control message in step 3");
+  header.source = 1;
+  EXPECT_EQ(
+      describe(header),
+      "control message of an optimizer step that is validated later in step 3");
 }
 
 } // namespace

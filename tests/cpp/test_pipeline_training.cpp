@@ -25,7 +25,9 @@ TEST(PipelineTraining, NeedsTheHeadersOfGloo) {
 
 #include <atomic>
 #include <limits>
+#include <mutex>
 #include <numeric>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -327,6 +329,50 @@ TEST(PipelineTraining, AFailureReachesAllReplicas) {
   }));
 }
 
+// One replica ends: the ranks of the others name it, all alike.
+TEST(PipelineTraining, ALostReplicaIsNamed) {
+  for (const int replicas : {2, 3}) {
+    const Pair batch = make_batch(2 * kParts);
+    std::mutex mutex;
+    std::set<std::string> texts;
+    distributed::expect_no_errors(on_grid(2, replicas, [&](const Place& place) {
+      const Schedule schedule = plan({"1f1b", 2, kParts});
+      const Model model(2);
+      RunnerOptions patient = options();
+      patient.timeout = 100.0;
+      patient.data_parallel = place.replicas;
+      PipelineRunner runner(
+          schedule,
+          place.pipeline,
+          model.stages_of(schedule, place.rank),
+          patient);
+      runner.step({batch.first}, batch.second);
+      if (place.replica == 1) {
+        return;
+      }
+      for (int again = 0; again < 2; ++again) {
+        try {
+          runner.step({batch.first}, batch.second);
+          ADD_FAILURE() << "no error on rank " << place.rank;
+        } catch (const PipelineError& error) {
+          EXPECT_EQ(error.failure().error_type, "PeerLost") << error.what();
+          const std::lock_guard<std::mutex> lock(mutex);
+          texts.insert(error.failure().message);
+        }
+      }
+    }));
+    if (replicas == 2) {
+      EXPECT_EQ(
+          texts,
+          std::set<std::string>{"the rank of replica 1 with the same stages "
+                                "ended or left the pipeline"});
+    }
+    for (const std::string& text : texts) {
+      EXPECT_NE(text.find(" 1"), std::string::npos) << text;
+    }
+  }
+}
+
 TEST(PipelineTraining, TheNormIsThatOfAllStages) {
   const Pair batch = make_batch(2 * kParts);
   Model whole(3);
@@ -357,6 +403,24 @@ TEST(PipelineTraining, TheNormIsThatOfAllStages) {
     EXPECT_TRUE(at::equal(weight, before));
     runner.zero_grad();
     EXPECT_FALSE(weight.grad().defined());
+    EXPECT_TRUE(runner.optimizer_step(optimizer).applied);
+    // Only clips.
+    runner.step({batch.first}, batch.second);
+    const at::Tensor kept = weight.detach().clone();
+    const double larger = *runner.clip_grad_norm(1e9).grad_norm;
+    EXPECT_EQ(*runner.clip_grad_norm(larger / 2).grad_norm, larger);
+    EXPECT_NEAR(
+        *runner.clip_grad_norm(1e9).grad_norm, larger / 2, 1e-5 * larger);
+    EXPECT_TRUE(at::equal(weight, kept));
+    for (const auto& [first, others] :
+         {std::pair<std::optional<double>, std::optional<double> >{-1.0, -1.0},
+          {1.0, 2.0},
+          {std::nullopt, 1.0},
+          {1.0, std::nullopt}}) {
+      EXPECT_THROW(
+          runner.optimizer_step(optimizer, rank == 0 ? first : others),
+          c10::ValueError);
+    }
     EXPECT_TRUE(runner.optimizer_step(optimizer).applied);
   }));
 }

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -310,27 +309,3 @@ def alternates(rank: int, ranks: int) -> list[str]:
         runner.close()
         kept.append([*losses, *(p.detach() for p in modules[rank].parameters())])
     return [] if all(map(torch.equal, *kept)) else ["bits"]
-
-
-def disagrees(rank: int, ranks: int, odd: list[int], replicated: bool) -> str:
-    """Let some ranks validate at once while the others still do so later."""
-    with grid(rank) if replicated else nullcontext() as place:
-        stage, count, options = rank, ranks, {}
-        if place is not None:
-            stage, count = place.stage, 2
-            options = {"group": place.pipeline, "data_parallel": place.replicas}
-        modules = chain(count)
-        optimizer = torch.optim.SGD(modules[stage].parameters(), lr=0.1)
-        runner = runner_of(modules, plan("1f1b", count, M), stage, **options)
-        try:
-            for step in range(4):
-                x, y = _data(step)
-                runner.zero_grad()
-                runner.step(x, target=y)
-                later = step < BAD or rank not in odd
-                runner.optimizer_step(optimizer, max_norm=0.5, post_validate=later)
-            return "nothing"
-        except PipelineError as error:
-            return str(error)
-        finally:
-            runner.close()

@@ -181,6 +181,73 @@ def unlike_modes(rank: int, ranks: int, odd: int, norm: float | None) -> list[An
     return found
 
 
+def leaves_alone(
+    rank: int, ranks: int, odd: int, norm: float | None
+) -> tuple[str, str]:
+    """Step at once on one rank after all have validated later; return the error.
+
+    Args:
+        rank: this rank.
+        ranks: their number.
+        odd: the rank that does otherwise.
+        norm: to which all clip.
+    """
+    mine, m = chain(ranks), 3
+    optimizer = torch.optim.SGD(mine[rank].parameters(), lr=0.1)
+    # Far longer than the test may take: nobody is to wait for it.
+    runner = runner_of(mine, plan("1f1b", ranks, m), rank, timeout=600.0)
+    items, targets = batches([2] * m)
+    found = []
+    try:
+        for step in range(5):
+            runner.step(torch.cat(items), target=torch.cat(targets))
+            later = step != 3 or rank != odd
+            runner.optimizer_step(optimizer, max_norm=norm, post_validate=later)
+            runner.zero_grad()
+    except PipelineError as error:
+        found.append(f"{error.error_type} {error}")
+    try:
+        runner.step(torch.cat(items), target=torch.cat(targets))
+    except PipelineError as error:
+        found.append(f"{error.error_type} {error}")
+    runner.close()
+    return found[0], found[1]
+
+
+def replica_leaves(rank: int, ranks: int, odd: int) -> list[str]:
+    """Step at once in one replica after all have validated later; return the errors.
+
+    Args:
+        rank: this rank.
+        ranks: four of them, in two replicas.
+        odd: the replica that does otherwise, -1 for both.
+    """
+    m, found = 3, []
+    with grid(rank) as place:
+        mine = chain(2)
+        optimizer = torch.optim.SGD(mine[place.stage].parameters(), lr=0.1)
+        runner = runner_of(
+            mine,
+            plan("1f1b", 2, m),
+            place.stage,
+            group=place.pipeline,
+            data_parallel=place.replicas,
+            timeout=600.0,
+        )
+        items, targets = batches([2] * m)
+        try:
+            for step in range(5):
+                runner.step(torch.cat(items), target=torch.cat(targets))
+                later = step != 3 or (odd >= 0 and place.replica != odd)
+                runner.optimizer_step(optimizer, max_norm=1.0, post_validate=later)
+                runner.zero_grad()
+            runner.flush()
+        except PipelineError as error:
+            found.append(f"{error.error_type} {error}")
+        runner.close()
+    return found
+
+
 class Gathers(nn.Module):
     """Hold its weight only between unshard and reshard, as a sharded module does."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of an optimizer's step: what is wrong with them, and what differs."""
+"""Arguments of an optimizer step, which must be right and alike on all ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,30 @@ from typing import Any
 
 from torch.amp import GradScaler
 
+from torch_sm3.pipeline._faults import GroupLostError, ProtocolError
+from torch_sm3.pipeline._precision import Decision
+
 # Arguments that must be alike; of the scaler, whether there is an enabled one.
 _ASKED = ("max_norm", "scaler", "post_validate")
+MIXED = (
+    "optimizer_step: expected post_validate alike on all replicas, but got True on "
+    "some and False on others (argument 'post_validate')"
+)
 
 
-def wrong_of(optimizer: Any, max_norm: float | None) -> Exception | None:
+class ArgumentsError(Exception):
+    """Carry what is wrong with the arguments of a step, which is raised on all ranks.
+
+    Args:
+        error: the error to raise.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def wrong_arguments(optimizer: Any, max_norm: float | None) -> Exception | None:
     """Return what is wrong with the arguments of a step, if anything."""
     if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
         return TypeError(
@@ -35,6 +54,12 @@ def _number(value: Any) -> float | None:
         return -1.0
 
 
+def check_alike(decision: Decision) -> None:
+    """Give up where only some replicas validate a step later that all did before."""
+    if decision.mixed:
+        raise GroupLostError(MIXED, ProtocolError.__name__)
+
+
 def asked_for(
     max_norm: float | None, scaler: GradScaler | None, post_validate: bool
 ) -> tuple[float | None, bool, bool]:
@@ -42,15 +67,7 @@ def asked_for(
     return _number(max_norm), scaler is not None and scaler.is_enabled(), post_validate
 
 
-def mixed() -> ValueError:
-    """Return what is wrong where only some replicas validate later."""
-    return ValueError(
-        "optimizer_step: expected post_validate alike on all replicas, but got True on "
-        "some and False on others (argument 'post_validate')"
-    )
-
-
-def unlike_of(values: list[Any]) -> ValueError | None:
+def unlike_arguments(values: list[Any]) -> ValueError | None:
     """Return in which argument the ranks differ, if in any.
 
     Args:

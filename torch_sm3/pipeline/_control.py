@@ -67,8 +67,10 @@ class Control:
         peers = [rank for rank in range(self._size) if rank != self._rank]
         hub = self._rank == self._hub
         if not hub or self._size == 2:
-            self.links.tell(self._hub if not hub else peers[0], value)
-        return [self.links.ask(p) for p in peers] if hub or self._size == 2 else []
+            self.links.tell(self._hub if not hub else peers[0], value, later=True)
+        if not hub and self._size > 2:
+            return []
+        return [self.links.ask(peer, later=True) for peer in peers]
 
     def complete(self, value: Any, tickets: list[int]) -> list[Any]:
         """Return the value of each rank, in rank order.
@@ -80,12 +82,12 @@ class Control:
         if self.links is None:
             return [value]
         if not tickets:
-            return list(self.links.hear(self._hub))
+            return list(self.links.hear(self._hub, later=True))
         heard = [self.links.answer(ticket) for ticket in tickets]
         values = [*heard[: self._rank], value, *heard[self._rank :]]
         for peer in range(self._size):
             if self._size > 2 and peer != self._rank:
-                self.links.tell(peer, tuple(values))
+                self.links.tell(peer, tuple(values), later=True)
         return values
 
     def announce(self, number: int, placement: list[int]) -> int:

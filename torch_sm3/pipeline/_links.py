@@ -153,19 +153,27 @@ class Links:
             raise PoisonedError(Failure.read(structure))
         return structure, tensors, requires_grad
 
-    def tell(self, peer: int, value: Any) -> None:
-        """Send a control message; its tensors arrive on the CPU."""
+    def tell(self, peer: int, value: Any, later: bool = False) -> None:
+        """Send a control message; its tensors arrive on the CPU.
+
+        Args:
+            peer: the rank to tell.
+            value: of what can travel.
+            later: whether it is about an optimizer step that is validated later. Who
+                asked for a message of the other sort breaks the protocol: since the
+                ranks are in different calls, each would wait for the other.
+        """
         structure, tensors = pack(value, "")
         tensors = [tensor.cpu() for tensor in tensors]
-        self.send(peer, CONTROL, (0, 0), 0, structure, tensors)
+        self.send(peer, CONTROL, (int(later), 0), 0, structure, tensors)
 
-    def hear(self, peer: int) -> Any:
-        """Wait for a control message."""
-        return self.answer(self.ask(peer))
+    def hear(self, peer: int, later: bool = False) -> Any:
+        """Wait for a control message; see :meth:`tell`."""
+        return self.answer(self.ask(peer, later))
 
-    def ask(self, peer: int) -> int:
+    def ask(self, peer: int, later: bool = False) -> int:
         """Ask for a control message of this call; return a ticket for it."""
-        return self.receive(peer, CONTROL, (0, 0), 0)
+        return self.receive(peer, CONTROL, (int(later), 0), 0)
 
     def answer(self, ticket: int) -> Any:
         """Wait for a control message that was asked for."""

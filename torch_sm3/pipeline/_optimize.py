@@ -6,10 +6,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch.amp import GradScaler
-from torch.amp.grad_scaler import OptState
 from torch.optim.optimizer import Optimizer
 
-from torch_sm3.pipeline._asked import asked_for, mixed, unlike_of, wrong_of
+from torch_sm3.pipeline._asked import (
+    MIXED,
+    ArgumentsError,
+    asked_for,
+    check_alike,
+    unlike_arguments,
+    wrong_arguments,
+)
 from torch_sm3.pipeline._build import Parts
 from torch_sm3.pipeline._faults import PeerFailedError
 from torch_sm3.pipeline._late import Open
@@ -24,21 +30,10 @@ from torch_sm3.pipeline._precision import (
     shrink,
     squares,
     unscale,
+    unscaled,
 )
 from torch_sm3.pipeline._result import OptimResult
 from torch_sm3.pipeline.validate import PostValidator
-
-
-class ArgumentsError(Exception):
-    """Carry what is wrong with the arguments of a step, which is raised on all ranks.
-
-    Args:
-        error: the error to raise.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class _Pending(NamedTuple):
@@ -102,7 +97,7 @@ class Stepper:
             ArgumentsError: if the arguments are wrong, or other than elsewhere.
             PeerFailedError: if another rank failed.
         """
-        wrong = wrong_of(optimizer, max_norm)
+        wrong = wrong_arguments(optimizer, max_norm)
         problem = problem or (None if wrong is None else ArgumentsError(wrong))
         asked = asked_for(max_norm, scaler, post_validate=False)
         plain = max_norm is None and scaler is None
@@ -157,38 +152,6 @@ class Stepper:
             raise problem or PeerFailedError("the optimizer of another rank failed")
         return None, True
 
-    def leave(
-        self, max_norm: float | None, scaler: GradScaler | None, step: Open | None
-    ) -> None:
-        """Learn that no rank steps first any more. Collective.
-
-        What is said has the form of :meth:`step_first`, since that is what a rank
-        would say that is asked for something else.
-
-        Args:
-            max_norm: largest norm of all gradients, or None.
-            scaler: that scaled the loss, or None.
-            step: the one before, if it has not heard the other ranks yet.
-
-        Raises:
-            ValueError: if the arguments are other than elsewhere.
-        """
-        failed = step is not None and step.failed
-        how = (None, False) if step is None else (step.report, step.held)
-        asked = asked_for(max_norm, scaler, post_validate=False)
-        value = failed, False, (), *how, asked
-        control, replicas = self._parts.control, self._parts.replicas
-        values = control.complete(value, control.post(value))
-        unlike = unlike_of(values)
-        decision = judged(values, replicas, False, unlike is not None)
-        if not decision.stop:
-            return
-        answer = agreed([value[3:5] for value in values], replicas, Verdict())
-        if answer.failures:
-            self.failed = answer, None if step is None else step.cause
-            return
-        raise unlike or mixed()
-
     def _decide(self, value: tuple[Any, ...]) -> tuple[Decision, ValueError | None]:
         """Ask all ranks of all replicas what they found and were asked for.
 
@@ -196,13 +159,30 @@ class Stepper:
             value: of this rank.
         """
         values, _ = self._parts.control.exchange(value)
-        unlike, norm = unlike_of(values), value[-1][0]
+        unlike, norm = unlike_arguments(values), value[-1][0]
         decision = judged(
             values, self._parts.replicas, norm is not None, unlike is not None
         )
         if decision.mixed and unlike is None:
-            unlike = mixed()
+            unlike = ValueError(MIXED)
         return decision, unlike
+
+    def wait_again(self) -> None:
+        """Learn that all replicas step together again. Collective over replicas.
+
+        Raises:
+            GroupLostError: if another replica goes on validating later. It is in its
+                next step, where it hears of this; the calls do not meet any more.
+        """
+        value = (
+            False,
+            False,
+            (),
+            None,
+            False,
+            asked_for(None, None, post_validate=False),
+        )
+        check_alike(judged([value], self._parts.replicas, False, False))
 
     def step_first(
         self,
@@ -222,7 +202,7 @@ class Stepper:
         if self.validator is None or self.validator.optimizer is not optimizer:
             self.validator = PostValidator(optimizer)
         found, sums = False, None
-        problem: BaseException | None = wrong_of(optimizer, max_norm)
+        problem: BaseException | None = wrong_arguments(optimizer, max_norm)
         state: dict[str, Any] = {}
         failed = step is not None and step.failed
         try:
@@ -255,21 +235,22 @@ class Stepper:
         Raises:
             Exception: the optimizer's own, if it failed here.
             PeerFailedError: if it failed on another rank.
+            GroupLostError: if another replica steps at once again.
         """
         if self._pending is None:
             return None, False
         pending, self._pending = self._pending, None
         values = self._parts.control.complete(pending.value, pending.tickets)
-        unlike = unlike_of(values)
+        unlike = unlike_arguments(values)
         decision = judged(
             values,
             self._parts.replicas,
             pending.max_norm is not None,
             unlike is not None,
         )
+        check_alike(decision)
         factor = factor_of(decision, pending.max_norm)
         if decision.stop:
-            unlike = unlike or (mixed() if decision.mixed else None)
             self._stop(pending, values, unlike)
             return None, True
         if not decision.skip and factor == 1:
@@ -279,7 +260,7 @@ class Stepper:
         with pending.validator.taken_back():
             if scaler is not None and pending.scaler_state:
                 scaler.load_state_dict(pending.scaler_state)
-                _unscaled(scaler, optimizer)
+                unscaled(scaler, optimizer)
             shrink(self._parts.gradients.parameters(), factor)
             apply(optimizer, scaler, decision.skip)
         return self._result(decision, scaler), True
@@ -326,11 +307,3 @@ class Stepper:
         if scaler is not None and scaler.is_enabled():
             self.loss_scale = scaler.get_scale()
         return OptimResult(not decision.skip, decision.norm)
-
-
-def _unscaled(scaler: GradScaler, optimizer: Optimizer) -> None:
-    """Let a scaler know again that an optimizer's gradients are unscaled."""
-    scaler._per_optimizer_states[id(optimizer)] = {
-        "stage": OptState.UNSCALED,
-        "found_inf_per_device": {},
-    }

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
 from torch.optim.optimizer import Optimizer
 
 from torch_sm3.pipeline._collective import Collective
@@ -171,6 +172,19 @@ def record(optimizer: Optimizer, scaler: GradScaler, skip: bool) -> None:
         found[scaler._scale.device] = torch.zeros((), device=scaler._scale.device)
     for value in found.values():
         value.fill_(float(skip))
+
+
+def unscaled(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Let a scaler know again that an optimizer's gradients are unscaled.
+
+    Args:
+        scaler: the scaler.
+        optimizer: whose gradients are.
+    """
+    scaler._per_optimizer_states[id(optimizer)] = {
+        "stage": OptState.UNSCALED,
+        "found_inf_per_device": {},
+    }
 
 
 def forget(scaler: GradScaler, optimizer: Optimizer) -> None:

@@ -3,45 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import NoReturn
 
 import torch
 from torch.amp import GradScaler
 
-from torch_sm3.pipeline._agree import Options
-from torch_sm3.pipeline._build import Parts
+from torch_sm3.pipeline._attempts import Attempts
 from torch_sm3.pipeline._data import Feed, Given, count_of
-from torch_sm3.pipeline._faults import ARGUMENTS
-from torch_sm3.pipeline._late import Bulletin, Open, verdict_of
 from torch_sm3.pipeline._loss import Losses, guarded
-from torch_sm3.pipeline._outcome import Answer, settle
-from torch_sm3.pipeline._random import Surroundings, kept
+from torch_sm3.pipeline._outcome import Answer
+from torch_sm3.pipeline._random import kept
 from torch_sm3.pipeline._result import StepResult
-from torch_sm3.pipeline._rows import with_validation
 from torch_sm3.pipeline._step import StepRun
-from torch_sm3.pipeline._tracing import Tracing
-from torch_sm3.pipeline._updates import Updates
 from torch_sm3.pipeline._work import Seeds, StepWork
 from torch_sm3.pipeline.trace import Trace
 
 
-class Session(Updates):
-    """Runs what the face asks for and knows what became of it.
-
-    Args:
-        parts: of the runner.
-        options: of the runner.
-        loss_fn: of the last stage.
-    """
-
-    def __init__(
-        self, parts: Parts, options: Options, loss_fn: Callable[[Any, Any], Any] | None
-    ) -> None:
-        super().__init__(parts)
-        self._tracing = Tracing(parts, options.trace, options.max_pending)
-        self._options = options
-        self._loss_fn = loss_fn
+class Session(Attempts):
+    """Runs what the face asks for and knows what became of it."""
 
     def trace(self, everywhere: bool) -> Trace | None:
         """Bring what all ranks recorded together.
@@ -101,14 +81,7 @@ class Session(Updates):
             if evaluation:
                 count, wrong = self._count(given)
                 problem = problem or wrong
-            work = StepWork(
-                parts.stages,
-                len(parts.placement) - 1,
-                parts.gradients,
-                scaler,
-                self._seeds(evaluation),
-                self._validate,
-            )
+            work = self._work(scaler, evaluation)
             try:
                 if problem is not None:
                     raise problem
@@ -129,7 +102,16 @@ class Session(Updates):
         self.steps += not evaluation
         return self._result(answer, work.losses, evaluation)
 
-    # --- a step ------------------------------------------------------------
+    def _work(self, scaler: GradScaler | None, evaluation: bool) -> StepWork:
+        parts = self._parts
+        return StepWork(
+            parts.stages,
+            len(parts.placement) - 1,
+            parts.gradients,
+            scaler,
+            self._seeds(evaluation),
+            self._validate,
+        )
 
     def _fill(self, work: StepWork, given: Given, count: int, evaluation: bool) -> None:
         """Check and cut what this rank uses; a wrong argument stops all ranks."""
@@ -148,101 +130,6 @@ class Session(Updates):
                     )
         work.feed = Feed(given, parts.needs, count, options.batch_dim, not evaluation)
         work.feed.replays = self.stepper.pending
-
-    def _losses(self, work: StepWork, count: int, keep: bool) -> Losses:
-        options = self._options
-        return Losses(
-            self._loss_fn,
-            options.loss_reduction,
-            options.batch_dim,
-            count,
-            work.feed.targets,
-            keep and self._parts.is_hub,
-        )
-
-    def _attempts(
-        self,
-        work: StepWork,
-        problem: Exception | None,
-        evaluation: bool,
-        count: int,
-        keep: bool,
-    ) -> tuple[StepRun, Answer]:
-        """Run once, and again where the optimizer step before was wrong."""
-        parts = self._parts
-        before = self._surroundings() if self.stepper.pending else None
-        early = before is not None and parts.links is not None
-        while True:
-            self._bulletin = None
-            if early:
-                self._bulletin = Bulletin(
-                    parts, self._options.share_loss, lambda: self.stepper.pending
-                )
-            run = StepRun(parts.machines, not evaluation, self._tracing.of(evaluation))
-            run.work = work
-            if problem is not None:
-                run.fail(self._failure(ARGUMENTS, problem), -1, problem)
-            answer = self._go(run, work, evaluation, count)
-            if answer is None and self.stepper.failed is not None:
-                answer = self.stepper.failed[0]
-            if answer is not None:
-                return run, answer
-            assert before is not None, "only a pending step begins anew"
-            before.restore()
-            self._announce(evaluation)
-            if problem is None:
-                work.losses = self._losses(work, count, keep)
-
-    def _go(
-        self, run: StepRun, work: StepWork, evaluation: bool, count: int
-    ) -> Answer | None:
-        """Run the row and bring all ranks to one outcome; None to begin anew."""
-        parts = self._parts
-        gradients = parts.gradients
-        held = not evaluation and gradients.present()
-        row = parts.forward_row(count) if evaluation else parts.row
-        bulletin = self._bulletin
-        if bulletin is not None and parts.is_hub and not run.failed:
-            work.after_loss = bulletin.publish
-        if not evaluation:
-            gradients.begin()
-        own = with_validation(row) if self.stepper.pending else row
-        run.run(own)
-        if run.anew:
-            gradients.restore()
-            return None
-        if self._tracing.of(evaluation):
-            self._tracing.add(self._calls, own, run)
-        if not evaluation:
-            gradients.agree()
-            run.attempt(self._failure("REDUCE_GRAD", None), len(row), gradients.wait)
-        if bulletin is not None and (early := bulletin.answer()) is not None:
-            self._open = Open(run.report(), held, run.failed, run.cause)
-            if run.failed:
-                gradients.drop()
-            else:
-                gradients.finish(self._divisor(early))
-            return early
-        verdict = None
-        if parts.is_hub and not run.failed:
-            verdict = verdict_of(work.losses)
-        answer = settle(
-            parts.control,
-            None if evaluation else parts.replicas,
-            (run.report(), held),
-            verdict,
-            self._options.share_loss,
-        )
-        if not evaluation and not answer.failures:
-            gradients.finish(self._divisor(answer))
-        return answer
-
-    def _divisor(self, answer: Answer) -> float | None:
-        """Return what gradients are to be divided by, None if by nothing."""
-        if self._options.loss_reduction == "tokens":
-            assert answer.total is not None, "a step has a loss"
-            return answer.total / self._parts.shrink
-        return answer.verdict.total
 
     def _result(self, answer: Answer, losses: Losses, evaluation: bool) -> StepResult:
         known = answer.verdict
@@ -283,10 +170,6 @@ class Session(Updates):
                 f"got {own} (argument 'targets')"
             )
         return heard, problem
-
-    def _surroundings(self) -> Surroundings:
-        modules = [stage.module for stage in self._parts.stages.values()]
-        return Surroundings(modules, self._parts.devices)
 
     def _seeds(self, evaluation: bool) -> Seeds | None:
         if not self._options.deterministic:

@@ -9,11 +9,12 @@ from typing import Any
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
+from torch_sm3.pipeline._asked import ArgumentsError
 from torch_sm3.pipeline._build import Parts
 from torch_sm3.pipeline._calls import Calls
 from torch_sm3.pipeline._faults import ARGUMENTS, PeerFailedError
 from torch_sm3.pipeline._late import Bulletin, Open
-from torch_sm3.pipeline._optimize import ArgumentsError, Stepper
+from torch_sm3.pipeline._optimize import Stepper
 from torch_sm3.pipeline._outcome import Verdict, settle
 from torch_sm3.pipeline._result import OptimResult
 from torch_sm3.pipeline._step import LOST
@@ -63,8 +64,7 @@ class Updates(Calls):
             return self.stepper.step(optimizer, max_norm, scaler, problem)
 
         if not post_validate:
-            if self._later:
-                self._leave(max_norm, scaler)
+            self._wait_again()
             self._hear_others()
             result: OptimResult = self._together(act)
             return result
@@ -84,17 +84,17 @@ class Updates(Calls):
             with self._watched(training=False):
                 return self.stepper.step_first(optimizer, max_norm, scaler, step)
 
-    def _leave(self, max_norm: float | None, scaler: GradScaler | None) -> None:
-        """Let no rank step first any more, and end what the latest step left open."""
+    def _wait_again(self) -> None:
+        """Leave the way of steps that are validated later, as all others must.
+
+        A rank that stays on it is in its next step already. Within a pipeline the
+        links tell such a rank's message from what is due, see :meth:`Links.tell`.
+        """
         self._check_open()
-        step, self._open = self._open, None
-        with self._alone() as problem, self._watched(training=False):
-            if problem is not None:
-                raise problem
-            self._announce(evaluation=False)
-            self.stepper.leave(max_norm, scaler, step)
+        if self._later and self._parts.replicas is not None:
+            with self._alone(), self._watched(training=True):
+                self.stepper.wait_again()
         self._later = False
-        self._raise_ended()
 
     def flush(self) -> OptimResult | None:
         """End an optimizer step that was taken first, if there is one."""

@@ -143,6 +143,15 @@ class ScriptRunner : public torch::CustomClassHolder {
     return {optional(result.loss), optional(result.losses), outputs};
   }
 
+  // Whether the optimizers of all ranks are to step, and the norm of all
+  // gradients before they were scaled down to `max_norm`.
+  std::tuple<bool, double> clip_grad_norm(double max_norm) {
+    const InterruptOnSignal guard;
+    const OptimResult result =
+        as_value_error([&] { return runner().clip_grad_norm(max_norm); });
+    return {result.applied, result.grad_norm.value()};
+  }
+
   void close() {
     if (runner_) {
       runner_->close();
@@ -244,6 +253,11 @@ TORCH_LIBRARY_FRAGMENT(torch_sm3, m) {
           {torch::arg("inputs"),
            torch::arg("target") = c10::IValue(),
            torch::arg("return_outputs") = false})
+      .def(
+          "clip_grad_norm",
+          &ScriptRunner::clip_grad_norm,
+          "",
+          {torch::arg("max_norm")})
       .def("close", &ScriptRunner::close);
 }
 

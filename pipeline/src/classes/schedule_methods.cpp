@@ -67,7 +67,7 @@ Planned plan_all(const PlanOptions& options) {
     }
   } else {
     planned.schedule = plan(options);
-    planned.advice = options.group_size > 0 ? advice(options) : "";
+    planned.advice = advice(options);
   }
   return planned;
 }
@@ -77,6 +77,7 @@ Planned plan_row(const PlanOptions& options, int64_t rank) {
   std::vector<Action> row = plan_rank(options, rank);
   planned.schedule = outline(options);
   planned.schedule.rows[static_cast<size_t>(rank)] = std::move(row);
+  planned.advice = advice(options);
   return planned;
 }
 
@@ -96,6 +97,7 @@ PipelineSchedule::plan_with(
     const CostsDict& costs,
     double link_cost,
     std::vector<double> memory_limit,
+    int64_t max_pending,
     int64_t split,
     std::string via,
     int64_t warmup,
@@ -112,6 +114,7 @@ PipelineSchedule::plan_with(
     }
     options.link_cost = link_cost;
     options.memory_limit = std::move(memory_limit);
+    options.max_pending = max_pending;
     options.split = split;
     options.via = std::move(via);
     options.warmup = warmup;

@@ -60,8 +60,8 @@ void check_options(const PlanOptions& options, int64_t stages);
 bool needs_whole(const PlanOptions& options);
 Schedule settle(const PlanOptions& options, Schedule schedule);
 
-// A number that reads back as it was, without a fraction if it is whole.
-std::string short_number(double value);
+// The links that memory is counted for.
+LinkModel held_links(const PlanOptions& options);
 
 // 1f1b.cpp: none, gpipe, 1f1b. `warmups` of the ranks of the range.
 Rows alternating_rows(

@@ -24,7 +24,15 @@ class LinksLost : public std::exception {};
 // Ends everything after a rank with the same stages was lost.
 class ReplicaLost : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  // `type` is what the failure is called on all ranks.
+  ReplicaLost(const std::string& text, const char* type)
+      : std::runtime_error(text), type_(type) {}
+  const char* type() const {
+    return type_;
+  }
+
+ private:
+  const char* type_;
 };
 
 // Ends everything: no rank can be asked to go on with its part.

@@ -23,6 +23,14 @@ void Ledger::clear() {
   pending_.clear();
 }
 
+void Ledger::hold(Cell cell, const std::vector<at::Tensor>& arrived) {
+  Account& account = accounts_[cell];
+  for (const at::Tensor& tensor : arrived) {
+    account.add(tensor);
+  }
+  account.refresh();
+}
+
 void Ledger::open(Cell cell, const std::vector<at::Tensor>& arrived) {
   Account& account = accounts_[cell];
   const int64_t others = live() - account.bytes();

@@ -36,6 +36,8 @@ class Ledger {
 
   void clear();
 
+  // What arrived for an action of a cell waits for it to begin.
+  void hold(Cell cell, const std::vector<at::Tensor>& arrived);
   // Begins an action of a cell, which uses up `arrived`.
   void open(Cell cell, const std::vector<at::Tensor>& arrived);
   // Ends it; returns the most bytes meanwhile.

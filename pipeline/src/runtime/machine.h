@@ -171,6 +171,8 @@ class Machine {
   Action action() const {
     return program_->row()[current()];
   }
+  static std::vector<at::Tensor>
+  tensors_of(const std::vector<Incoming>& incoming);
   Header header(const Way& way, uint32_t microbatch) const;
   void announce();
   void forget();
@@ -183,6 +185,8 @@ class Machine {
   // What traces and profilers see; nothing is done without one.
   void watch_begin();
   void watch_ready(const std::vector<Incoming>& incoming);
+  void watch_beside(const std::vector<Incoming>& incoming);
+  void watch_kept();
   void watch_end();
   void watch_stop();
   void watch_aside();

@@ -104,6 +104,9 @@ Machine::Progress Machine::pair(double seconds) {
   Beside beside;
   aside_ = 1;
   take(ways, &beside.incoming);
+  if (!failed()) {
+    watch_beside(beside.incoming);
+  }
   aside_ = 0;
   if (failed()) {
     return Progress::kAgain;
@@ -124,6 +127,7 @@ void Machine::overlap() {
   aside_ = 1; // and stays so if the backward throws: `fail` tells which it was
   watch_ready(beside_->incoming);
   run_backward(beside_->incoming);
+  beside_->incoming.clear();
   watch_stop();
   aside_ = 0;
   watch_again();

@@ -18,6 +18,16 @@ int64_t now_ns() {
 
 } // namespace
 
+std::vector<at::Tensor>
+Machine::tensors_of(const std::vector<Incoming>& incoming) {
+  std::vector<at::Tensor> all;
+  for (const Incoming& one : incoming) {
+    const auto& tensors = one.value.tensors;
+    all.insert(all.end(), tensors.begin(), tensors.end());
+  }
+  return all;
+}
+
 void Machine::trace(
     int64_t max_pending,
     std::map<uint16_t, std::vector<at::Tensor>> weights) {
@@ -53,24 +63,34 @@ void Machine::watch_ready(const std::vector<Incoming>& incoming) {
   if (!ledger_) {
     return;
   }
-  Stamp& stamp = stamps_[current()];
-  if (action().op != Op::kForward) {
-    const Ledger::Kept kept = ledger_->kept(cell());
-    stamp.kept = kept.bytes;
-    stamp.shared = kept.shared;
+  if (action().op != Op::kForward && aside_ == 0) {
+    watch_kept();
   }
-  std::vector<at::Tensor> arrived;
-  for (const Incoming& one : incoming) {
-    const auto& tensors = one.value.tensors;
-    arrived.insert(arrived.end(), tensors.begin(), tensors.end());
+  ledger_->open(cell(), tensors_of(incoming));
+  stamps_[current()].ready = now_ns();
+}
+
+// What the backward beside a forward needs is here from before the forward on.
+void Machine::watch_beside(const std::vector<Incoming>& incoming) {
+  if (ledger_) {
+    watch_kept();
+    ledger_->hold(cell(), tensors_of(incoming));
   }
-  ledger_->open(cell(), arrived);
-  stamp.ready = now_ns();
+}
+
+void Machine::watch_kept() {
+  const Ledger::Kept kept = ledger_->kept(cell());
+  stamps_[current()].kept = kept.bytes;
+  stamps_[current()].shared = kept.shared;
 }
 
 void Machine::watch_end() {
   span_.reset();
   watch_stop();
+  if (ledger_ && beside_) {
+    // One action, as far as memory goes.
+    stamps_[at_ + 1].live = stamps_[at_].live;
+  }
 }
 
 void Machine::watch_stop() {

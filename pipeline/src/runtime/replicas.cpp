@@ -37,13 +37,6 @@ void Replicas::wait(const Work& work) const {
     state->done = true;
     state->changed.notify_all();
   });
-  const auto lost = [&] {
-    return ReplicaLost(
-        c10::str(
-            "one of the ranks with the same stages ended or was silent for ",
-            timeout_,
-            " s"));
-  };
   using Clock = std::chrono::steady_clock;
   const auto slice = std::chrono::duration<double>(kSlice);
   const auto end = Clock::now() + std::chrono::duration<double>(timeout_);
@@ -53,14 +46,31 @@ void Replicas::wait(const Work& work) const {
       throw LinksLost(); // the other ranks learn of it by their own links
     }
     if (Clock::now() > end) {
-      throw lost();
+      throw ReplicaLost(
+          c10::str(counterpart(), " was silent for ", timeout_, " s"),
+          "TimeoutError");
     }
   }
   try {
     work->wait();
   } catch (const std::exception&) {
-    throw lost();
+    throw ReplicaLost(
+        counterpart() + " ended or left the pipeline", "PeerLost");
   }
+}
+
+// A collective tells that a rank is gone, not which. Of two, it is the other.
+std::string Replicas::counterpart() const {
+  if (size() == 2) {
+    return c10::str(
+        "the rank of replica ", 1 - rank(), " with the same stages");
+  }
+  std::string text = "one of the ranks with the same stages, of replicas";
+  for (int64_t replica = 0; replica < size(); ++replica) {
+    text += replica == rank() ? "" : c10::str(" ", replica);
+  }
+  text += ",";
+  return text;
 }
 
 Replicas::Work Replicas::start_sum(at::Tensor tensor) const {

@@ -4,6 +4,7 @@
 #include <torch_sm3/pipeline/transport.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace torch_sm3::pipeline {
@@ -44,6 +45,7 @@ class Replicas {
  private:
   std::vector<double>
   reduce(const std::vector<double>& values, bool largest) const;
+  std::string counterpart() const;
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const double timeout_;

@@ -38,8 +38,9 @@ class PipelineRunner::Impl {
       RunnerOptions options);
 
   StepResult run(const Given& given);
+  // Only clips without an optimizer.
   OptimResult optimize(
-      torch::optim::Optimizer& optimizer,
+      torch::optim::Optimizer* optimizer,
       const std::optional<double>& max_norm);
   void zero_grad();
   void close();
@@ -88,9 +89,9 @@ class PipelineRunner::Impl {
       const c10::IValue& output) const;
 
   // optimize.cpp
-  OptimResult step_together(
-      torch::optim::Optimizer& optimizer,
-      const std::optional<double>& max_norm);
+  RankReport attempt(const std::function<void()>& act) const;
+  OptimResult
+  clip(torch::optim::Optimizer* optimizer, double max_norm, double norm);
 
   const RunnerOptions options_;
   std::vector<Stage> stages_; // in ascending order

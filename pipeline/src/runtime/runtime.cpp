@@ -207,7 +207,7 @@ Result PipelineRunner::Impl::alone(
     end(kInterrupted, "interrupted");
     give_up();
   } catch (const ReplicaLost& error) {
-    end("PeerLost", error.what());
+    end(error.type(), error.what());
     give_up();
   } catch (...) {
     if (training) {
@@ -299,7 +299,11 @@ StepResult PipelineRunner::eval_microbatches(
 OptimResult PipelineRunner::optimizer_step(
     torch::optim::Optimizer& optimizer,
     std::optional<double> max_norm) {
-  return impl_->optimize(optimizer, max_norm);
+  return impl_->optimize(&optimizer, max_norm);
+}
+
+OptimResult PipelineRunner::clip_grad_norm(double max_norm) {
+  return impl_->optimize(nullptr, max_norm);
 }
 
 void PipelineRunner::zero_grad() {

@@ -261,12 +261,18 @@ Header decode(const std::vector<uint8_t>& bytes) {
 }
 
 std::string describe(const Header& header) {
-  return std::string(class_name(header.message_class)) + " of microbatch " +
-         std::to_string(header.microbatch) + " from stage " +
-         std::to_string(header.source) + " to stage " +
-         std::to_string(header.target) + " in " +
-         ((header.flags & kEvaluation) != 0 ? "eval" : "step") + " " +
-         std::to_string(header.step) +
+  std::string text(class_name(header.message_class));
+  if (header.message_class != MessageClass::kControl) {
+    text += " of microbatch " + std::to_string(header.microbatch) +
+            " from stage " + std::to_string(header.source) + " to stage " +
+            std::to_string(header.target);
+  } else if (header.source == 0) {
+    text += " message";
+  } else {
+    text += " message of an optimizer step that is validated later";
+  }
+  return text + " in " + ((header.flags & kEvaluation) != 0 ? "eval" : "step") +
+         " " + std::to_string(header.step) +
          (header.epoch != 0 ? ", epoch " + std::to_string(header.epoch) : "");
 }
 

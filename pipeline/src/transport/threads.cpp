@@ -119,7 +119,16 @@ void Transport::Engine::run_control(Incoming& link) {
       return;
     }
     link.unasked.push_back(std::move(message));
-    match(link);
+    try {
+      match(link);
+    } catch (const HeaderError& error) {
+      const std::string what = error.what();
+      lock.unlock();
+      fail_with(broken_protocol(link, what));
+      lock.lock();
+      // Nobody hears anything any more but what the hub calls this.
+      link.queue.clear();
+    }
   }
 }
 

@@ -13,6 +13,7 @@ from helpers.scenarios import Scenarios
 from torch import nn
 
 from torch_sm3.pipeline import PipelineError, PipelineRunner, Schedule, Stage, plan
+from torch_sm3.pipeline.trace import Trace
 
 two_ranks = Scenarios(2)
 
@@ -139,6 +140,47 @@ def test_a_fused_method_that_breaks_its_contract_is_named() -> None:
     assert re.search(r"rank 1 at 2F\d: .*stage 2 to call backward once", forgets)
     assert re.search(r"rank 1 at 2F\d: ArithmeticError: after the backward", raises)
     assert re.search(r"rank 1 at 2F\d: .*one call of backward", repeats)
+
+
+class Roomy(Fused):
+    """Needs much memory in the first part of its forward, and none of it later."""
+
+    def overlap_f_b(
+        self, backward: Callable[[], None], x: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what ``forward`` returns."""
+        x.new_zeros(8 * x.numel())
+        backward()
+        return self.forward(x)
+
+
+def test_the_gradient_of_the_backward_beside_a_forward_counts_while_it_waits() -> None:
+    schedule = Schedule.parse(
+        "schedule 1 kind=x ranks=1 stages=2 microbatches=2 placement=0,0\n"
+        "rank 0: 0F0 1F0 1B0 (0F1;0B0)OVERLAP_F_B 1F1 1B1 0B1\n"
+    )
+    runner = PipelineRunner(
+        [Stage(Roomy(0), 0), Stage(Block(1), 1)],
+        schedule,
+        loss_fn=nn.functional.mse_loss,
+        trace=True,
+    )
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    for _ in range(2):
+        runner.step(microbatches=[x, x], targets=[x.detach(), x.detach()])
+    trace = runner._session.trace(everywhere=True)
+    runner.close()
+    assert isinstance(trace, Trace)
+    at = [action.text for action in trace.schedule.actions(0)].index("0F1")
+    unit = x.nbytes
+    for stamps in trace.steps[0]:
+        assert stamps.peak[at] == stamps.live[at - 1] + 8 * unit
+        # Both halves end at once.
+        assert stamps.live[at] == stamps.live[at + 1]
+        # Stage 0 keeps its result for one microbatch in place of the other; the
+        # gradient is used up.
+        assert stamps.live[at] == stamps.live[at - 1] - unit
+        assert stamps.live[-1] == 0
 
 
 class Explodes(torch.autograd.Function):

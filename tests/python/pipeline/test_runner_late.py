@@ -75,19 +75,3 @@ def test_tokens_of_replicas_are_counted_early(pools: Pools) -> None:
 
 def test_optimizer_steps_may_be_validated_later_or_not(pools: Pools) -> None:
     assert pools(3).run(late.alternates) == [[]] * 3
-
-
-@pytest.mark.parametrize("odd", [[0], [1]])
-def test_ranks_that_go_on_to_validate_later_are_told(
-    pools: Pools, odd: list[int]
-) -> None:
-    first, second = pools(2).run(late.disagrees, odd, False)
-    assert first == second
-    values = ("False", "True") if odd == [0] else ("True", "False")
-    text = "expected post_validate {} as on rank 0, but got {} on rank 1"
-    assert text.format(*values) in first
-
-
-def test_replicas_that_go_on_to_validate_later_are_told(pools: Pools) -> None:
-    for told in pools(4).run(late.disagrees, [2, 3], True):
-        assert "expected post_validate alike on all replicas" in told

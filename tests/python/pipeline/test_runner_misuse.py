@@ -66,6 +66,31 @@ def test_some_ranks_validate_later_is_one_error_on_all(
     assert rest == ["fine", "fine"]
 
 
+@pytest.mark.parametrize(("ranks", "odd"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+def test_a_rank_that_no_longer_validates_later_is_one_error_on_all(
+    pools: Pools, ranks: int, odd: int
+) -> None:
+    answers = pools(ranks).run(ranks_misuse.leaves_alone, odd, None if odd else 0.5)
+    assert answers == [answers[0]] * ranks
+    raised, again = answers[0]
+    assert raised == again
+    assert raised.startswith("ProtocolError")
+    assert "control message of an optimizer step that is validated later" in raised
+
+
+@pytest.mark.parametrize("odd", [0, 1, -1])
+def test_a_replica_that_no_longer_validates_later_is_one_error_on_all(
+    pools: Pools, odd: int
+) -> None:
+    answers = pools(4).run(ranks_misuse.replica_leaves, odd)
+    assert answers == [answers[0]] * 4
+    texts = answers[0]
+    assert len(texts) == (odd >= 0)
+    for text in texts:
+        assert "ProtocolError" in text
+        assert "expected post_validate alike on all replicas" in text
+
+
 def test_unshard_and_reshard_reach_all_modules_of_a_stage(pools: Pools) -> None:
     calls = ["UNSHARD", "RESHARD"]
     assert pools(1).run(ranks_misuse.gathered) == [[calls, calls]]

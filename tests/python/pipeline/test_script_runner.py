@@ -186,6 +186,56 @@ def test_a_scripted_module_drives_the_runner() -> None:
     assert two_ranks.answers(inside) == [True, True]
 
 
+class Clipping(nn.Module):
+    """Clip the gradients of all ranks inside TorchScript."""
+
+    def forward(
+        self,
+        runner: torch.classes.torch_sm3.PipelineRunner,  # type: ignore[name-defined]
+        max_norm: float,
+    ) -> tuple[bool, float]:
+        applied, norm = runner.clip_grad_norm(max_norm)
+        return applied, norm
+
+
+@two_ranks
+def clipped(rank: int, ranks: int) -> list[str]:
+    own, whole = modules(), modules()
+    runner = runner_of({rank: own[rank]}, plan("1f1b", 2, M).text)
+    x, y = batch()
+    runner.step([x], y)
+    one_loop(whole)
+    every = [p for stage in whole for p in stage.parameters()]
+    wanted = float(torch.nn.utils.clip_grad_norm_(every, 0.05))
+    applied, norm = torch.jit.script(Clipping())(runner, 0.05)
+    assert applied and norm == pytest.approx(wanted) and norm > 0.05
+    pairs = zip(own[rank].parameters(), whole[rank].parameters(), strict=True)
+    assert all(torch.allclose(mine.grad, other.grad) for mine, other in pairs)
+    # What is small enough stays.
+    before = [p.grad.clone() for p in own[rank].parameters()]
+    assert runner.clip_grad_norm(1.0)[0]
+    # Gradients that are not finite are left alone, and no rank is to step.
+    if rank == 0:
+        next(own[0].parameters()).grad[0, 0] = float("inf")
+        before[0][0, 0] = float("inf")
+    assert not runner.clip_grad_norm(0.01)[0]
+    assert all(map(torch.equal, before, (p.grad for p in own[rank].parameters())))
+    texts = []
+    for wrong in (-1.0, 1.0 + rank):
+        with pytest.raises(ValueError, match="argument 'max_norm'") as info:
+            runner.clip_grad_norm(wrong)
+        texts.append(str(info.value).partition("\n")[0])
+    runner.close()
+    return texts
+
+
+def test_the_norm_is_that_of_all_stages() -> None:
+    first, second = two_ranks.answers(clipped)
+    assert first == second
+    assert "expected max_norm of at least 0, but got -1" in first[0]
+    assert "expected max_norm 1 as on rank 0, but got 2 on rank 1" in first[1]
+
+
 @two_ranks
 def routed(rank: int, ranks: int) -> bool:
     torch.manual_seed(5)

@@ -223,11 +223,24 @@ class TORCH_SM3_API PipelineRunner {
   /// is not finite.
   ///
   /// \param optimizer of this rank's parameters
-  /// \param max_norm  largest norm of all gradients, nothing for any
-  /// \throws PipelineError on every rank if the optimizer of any fails
+  /// \param max_norm  largest norm of all gradients, nothing for any; alike on
+  ///                  all ranks
+  /// \throws PipelineError   on every rank if the optimizer of any fails
+  /// \throws c10::ValueError on every rank if `max_norm` is negative or not
+  ///     alike
   OptimResult optimizer_step(
       torch::optim::Optimizer& optimizer,
       std::optional<double> max_norm = std::nullopt);
+
+  /// Scales the gradients of all stages down together, a tied weight counted
+  /// once, for an optimizer that is not torch's. Collective.
+  ///
+  /// \param max_norm largest norm of all gradients
+  /// \return whether the step is to be applied, the same on all ranks, and the
+  ///     norm; gradients of a norm that is not finite are left alone
+  /// \throws PipelineError   on every rank if any fails
+  /// \throws c10::ValueError as `optimizer_step`
+  OptimResult clip_grad_norm(double max_norm);
 
   /// Makes the gradients of this rank's stages undefined; `step` never does.
   void zero_grad();
