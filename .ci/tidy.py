@@ -57,8 +57,10 @@ def key(tool: str, command: list[str], source: Path) -> str:
     dirs = include_dirs(command)
     torch_versions = [d.parent / "version.py" for d in dirs]
     digest.update(shlex.join(command).encode())
-    headers = [ROOT / ".clang-tidy", *sorted(our_headers(source, dirs))]
-    for file in [*headers, *torch_versions]:
+    folders = [p for p in reversed(source.parents) if p.is_relative_to(ROOT)]
+    settings = [folder / ".clang-tidy" for folder in folders]
+    headers = sorted(our_headers(source, dirs))
+    for file in [*settings, *headers, *torch_versions]:
         if file.is_file():
             digest.update(str(file).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -61,6 +62,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     """Answer calls until the parent hangs up."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.register(signal.SIGUSR1)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
     place = Place(rank, size, store, pipe)
     place.gather("first", rank, size)
@@ -146,6 +148,17 @@ class Crew:
         pid = self._processes[rank].pid
         assert pid is not None, "started"
         os.kill(pid, signal.SIGCONT)
+
+    def show(self, ranks: Iterable[int]) -> list[str]:
+        """Let ranks that give no answer write their stacks; return what they are."""
+        states = []
+        for rank in ranks:
+            process = self._processes[rank]
+            code, pid = process.exitcode, process.pid
+            states.append(f"rank {rank} " + ("runs" if code is None else f"is {code}"))
+            if code is None and pid is not None:
+                os.kill(pid, signal.SIGUSR1)
+        return states
 
     def end(self) -> None:
         """End all processes, wherever they are."""

@@ -108,6 +108,9 @@ def main() -> None:
         )
         print(" ".join(map(str, drill)), f"{taken:.2f} s", *wrong, flush=True)
         if wrong or drill.fault != "raise":
+            lost = () if drill.fault in KEEP else (drill.rank,)
+            silent = {*range(RANKS)} - {*lost} - {r for r, x in answers.items() if x}
+            print(*crew.show(silent), end="\n" * bool(silent), flush=True)
             crew.end()
             crew = None
     if crew is not None:

@@ -68,7 +68,7 @@ TEST(PipelineLanes, pipeline_row_18_links_are_opened_up_front) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<Links> opened(4);
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < 4; ++rank) {
+  for (int64_t rank = 0; rank < 4; ++rank) {
     threads.emplace_back([&, rank] {
       Links given = links;
       // Whatever the order in which a rank comes to know them.
@@ -346,7 +346,8 @@ TEST(PipelineLanes, ReceivesArePostedInTheOrderOfTheAsks) {
       std::vector<int64_t> tickets;
       for (const Channel channel : order(round)) {
         // Of one size, so that a swap would go unnoticed by the communicator.
-        const auto number = static_cast<int64_t>(channel) + 100 * round;
+        const auto number =
+            static_cast<int64_t>(channel) + int64_t{100} * round;
         ASSERT_EQ(
             transport.send(
                 1 - rank, channel, header, {at::full({50}, number)}, 60),
@@ -360,7 +361,7 @@ TEST(PipelineLanes, ReceivesArePostedInTheOrderOfTheAsks) {
         const Message message = transport.take(tickets[i]);
         EXPECT_EQ(
             message.tensors[0][49].item<int64_t>(),
-            static_cast<int64_t>(order(round)[i]) + 100 * round);
+            static_cast<int64_t>(order(round)[i]) + int64_t{100} * round);
       }
     }
     group->barrier()->wait();

@@ -207,11 +207,52 @@ TEST(Planner, SplitRoutesTheEncodersOutput) {
   options.split = 2;
   options.via = "both";
   EXPECT_NE(refusal(options).find("(argument 'via')"), std::string::npos);
+  options = {.kind = "none", .ranks = 1, .microbatches = 1};
+  options.split = 1;
+  EXPECT_EQ(
+      refusal(options),
+      "plan: expected two or more stages beside a split, but got 1 (argument "
+      "'split')");
   options = {.kind = "gpipe", .ranks = 300, .microbatches = 1};
   options.split = 1;
   EXPECT_EQ(refusal(options), "none");
   options.via = "direct";
   EXPECT_NE(refusal(options).find("at most 254 routes"), std::string::npos);
+}
+
+TEST(Planner, OptionsThatAKindHasNoUseForAreRefused) {
+  for (const std::string& kind : kinds()) {
+    PlanOptions options{.kind = kind, .ranks = 1, .microbatches = 4};
+    options.group_size = 2;
+    const bool groups = kind == "interleaved" || kind == "auto";
+    EXPECT_EQ(
+        refusal(options),
+        groups ? "none"
+               : "plan: expected no group_size for kind " + kind +
+                     ", but got 2 (argument 'group_size')");
+    options.group_size = 0;
+    options.warmup = 0;
+    const bool warms = kind == "1f1b" || kind == "auto";
+    EXPECT_EQ(
+        refusal(options),
+        warms ? "none"
+              : "plan: expected no warmup for kind " + kind +
+                    ", but got 0 (argument 'warmup')");
+    EXPECT_EQ(refusal(options), [&]() -> std::string {
+      try {
+        plan_rank(options, 0);
+      } catch (const std::invalid_argument& error) {
+        return error.what();
+      }
+      return "none";
+    }());
+    options.warmup = -1;
+    options.via = "direct";
+    EXPECT_EQ(
+        refusal(options),
+        "plan: expected a split beside via direct, but got none (argument "
+        "'split')");
+  }
 }
 
 TEST(Planner, RefusalsNameArgumentAndNearestKind) {
@@ -251,6 +292,12 @@ TEST(Planner, RefusalsNameArgumentAndNearestKind) {
     }
   }
   PlanOptions options{.kind = "1f1b", .ranks = 3, .microbatches = 2};
+  options.max_pending = 0;
+  EXPECT_EQ(
+      refusal(options),
+      "plan: expected max_pending of at least 1, but got 0 (argument "
+      "'max_pending')");
+  options.max_pending = 1;
   options.link_cost = -1;
   EXPECT_NE(
       refusal(options).find("but got -1 (argument 'link_cost')"),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory limits and forced groups: plans that are looked at as a whole.
 #include <torch_sm3/pipeline/planner.h>
-#include <torch_sm3/pipeline/simulator.h>
+#include <torch_sm3/pipeline/search.h>
 #include <torch_sm3/pipeline/verifier.h>
 
 #include <gtest/gtest.h>
@@ -33,9 +33,13 @@ PlanOptions limited(
   return options;
 }
 
-std::vector<double> peaks(const Schedule& schedule, const Costs& costs) {
+std::vector<double> peaks(
+    const Schedule& schedule,
+    const Costs& costs,
+    int64_t max_pending = PlanOptions{}.max_pending) {
   VerifyOptions options;
   options.costs = costs;
+  options.links.max_pending = max_pending;
   const Report report = verify(schedule, options);
   EXPECT_TRUE(report.valid()) << report.message;
   return report.peak_bytes;
@@ -44,6 +48,16 @@ std::vector<double> peaks(const Schedule& schedule, const Costs& costs) {
 // Microbatches in flight on each rank.
 std::vector<double> flight(const Schedule& schedule) {
   return peaks(schedule, bytes(1));
+}
+
+std::vector<std::pair<int64_t, int64_t>> ranks_and_pending() {
+  std::vector<std::pair<int64_t, int64_t>> all;
+  for (int64_t p = 1; p <= 5; ++p) {
+    for (int64_t pending = 1; pending <= 3; ++pending) {
+      all.emplace_back(p, pending);
+    }
+  }
+  return all;
 }
 
 std::string refusal(const PlanOptions& options) {
@@ -79,22 +93,61 @@ TEST(PlannerLimits, LowerTheWarmUpForLinksToo) {
 // The peak that counts messages, at most one microbatch below what would fit.
 TEST(PlannerLimits, PlansFitAndAreTight) {
   const Costs costs = bytes(100, 7, 13);
-  for (int64_t p = 1; p <= 5; ++p) {
+  for (const auto& [p, pending] : ranks_and_pending()) {
     PlanOptions options = limited("1f1b", p, 8, costs, {1e9});
     options.warmup = 3;
-    const double most = peaks(plan(options), costs)[0];
+    options.max_pending = pending;
+    // An output and a gradient that arrive, and those that are under way.
+    const double messages = (2 + 2 * static_cast<double>(pending)) * 7;
+    const double most = peaks(plan(options), costs, pending)[0];
     for (int step = 0; most - 50 * step > 0; ++step) {
       const double limit = most - 50 * step;
       options.memory_limit = {limit};
       const std::string refused = refusal(options);
       if (refused != "none") {
-        EXPECT_LT(limit, 13 + 100 + 4 * 7) << refused;
+        EXPECT_LT(limit, 13 + 100 + messages) << refused;
         continue;
       }
-      const std::vector<double> found = peaks(plan(options), costs);
+      const std::vector<double> found = peaks(plan(options), costs, pending);
       EXPECT_LE(*std::max_element(found.begin(), found.end()), limit);
-      EXPECT_GT(found[0], limit - 100 - 4 * 7) << "p=" << p;
+      EXPECT_GT(found[0], limit - 100 - messages) << "p=" << p;
     }
+  }
+}
+
+// What is within the limit with many sends under way is so with fewer; and the
+// plan is no larger than one more would make it.
+TEST(PlannerLimits, SendsUnderWayCountAgainstTheLimit) {
+  const Costs costs = bytes(10, 4, 0);
+  const auto least_of = [](const PlanOptions& options) {
+    const std::string refused = refusal(options);
+    const std::string start = "plan: expected a memory limit of at least ";
+    EXPECT_EQ(refused.rfind(start, 0), 0u) << refused;
+    return std::stod(refused.substr(start.size()));
+  };
+  for (const std::string& kind : kinds()) {
+    if (kind == "none") {
+      continue;
+    }
+    double before = 0;
+    bool grows = false;
+    for (const int64_t pending : {1, 2, 4}) {
+      PlanOptions options = limited(kind, 3, 7, costs, {1});
+      options.max_pending = pending;
+      const double least = least_of(options);
+      EXPECT_GE(least, before) << kind;
+      grows = grows || (before > 0 && least > before);
+      options.memory_limit = {least};
+      const Schedule found = plan(options);
+      const Costs of = kind == "auto" ? search(options).costs : costs;
+      for (int64_t fewer = 1; fewer <= pending; ++fewer) {
+        for (const double peak : peaks(found, of, fewer)) {
+          EXPECT_LE(peak, least) << kind << " " << pending << " " << fewer;
+        }
+      }
+      before = least;
+    }
+    EXPECT_TRUE(grows) << kind;
   }
 }
 
@@ -188,59 +241,14 @@ TEST(PlannerGroups, AGroupThatLosesTimeIsNamedWithBothBubbles) {
       advice(options),
       "plan: group_size 4 leaves a bubble of 18, group_size 5 one of 9");
   EXPECT_EQ(advice({"gpipe", 2, 2}), "");
-}
-
-TEST(PlannerLinks, WarmUpHidesTheLinks) {
-  // Bubble (p - 1) T + 2 c (p - 1), where classic 1F1B waits in every round.
-  for (const int64_t p : {2, 3, 4, 5, 8}) {
-    for (const double link : {0.1, 0.5, 1.0, 1.5, 2.0, 4.0}) {
-      for (int64_t m = 1; m <= 4 * p; ++m) {
-        PlanOptions options{.kind = "1f1b", .ranks = p, .microbatches = m};
-        options.link_cost = link;
-        Costs costs;
-        costs.latency = {link};
-        const double found = simulate(plan(options), costs).makespan;
-        const double expected =
-            3.0 * (m + p - 1) + 2 * link * static_cast<double>(p - 1);
-        EXPECT_NEAR(found, expected, 1e-9)
-            << "p=" << p << " m=" << m << " c=" << link;
-        options.link_cost = 0;
-        EXPECT_GE(simulate(plan(options), costs).makespan, expected - 1e-9);
-      }
-    }
-  }
-}
-
-// Whether a backward is short or long, one send pending on each link is as good
-// as any number.
-TEST(PlannerLinks, OnePendingSendHoldsUpNobody) {
-  const double triples[][3]{
-      {1, 1, 1}, {1, 2, 1}, {3, 4, 2}, {1, 3, 2}, {5, 1, 1}};
-  for (const std::string& kind : kinds()) {
-    for (const int64_t p : {2, 3, 4, 8}) {
-      for (int64_t v = 1; v <= 4 && kind != "auto"; ++v) {
-        for (int64_t m = 1; m <= 4 * p; ++m) {
-          Schedule schedule;
-          try {
-            schedule = plan({kind, p, m, v}).lower();
-          } catch (const std::invalid_argument&) {
-            continue; // not of this kind
-          }
-          for (const auto& [f, i, w] : triples) {
-            Costs costs;
-            costs.stages[0].forward = f;
-            costs.stages[0].input = i;
-            costs.stages[0].weight = w;
-            const double any =
-                simulate(schedule, costs, {Links::kPosted, 1}).makespan;
-            EXPECT_NEAR(simulate(schedule, costs).makespan, any, 1e-9 * any)
-                << kind << " p=" << p << " v=" << v << " m=" << m
-                << " B/F=" << (i + w) / f;
-          }
-        }
-      }
-    }
-  }
+  // A limit that the forced group keeps and the automatic one does not.
+  options.microbatches = 9;
+  options.costs->stages[0].activation_bytes = 1;
+  options.memory_limit = {11};
+  EXPECT_EQ(refusal(options), "none");
+  EXPECT_NE(advice(options), "");
+  options.group_size = 0;
+  EXPECT_NE(refusal(options), "none");
 }
 
 } // namespace

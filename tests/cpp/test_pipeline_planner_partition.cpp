@@ -29,20 +29,22 @@ largest(const std::vector<double>& values, const std::vector<int64_t>& firsts) {
   return most;
 }
 
-// The smallest largest stage over all cuts that keep the limit, else -1.
-double by_trial(
+// The smallest largest stage over all cuts that keep the limit, and of those
+// with it the least memory; else -1.
+std::pair<double, double> by_trial(
     const std::vector<double>& costs,
     int64_t stages,
     const std::vector<double>& memory,
     double limit) {
-  double best = -1;
+  std::pair<double, double> best{-1, -1};
   std::vector<int64_t> firsts{0};
   const auto layers = static_cast<int64_t>(costs.size());
   const auto extend = [&](const auto& self) -> void {
     if (static_cast<int64_t>(firsts.size()) == stages) {
-      const double found = largest(costs, firsts);
-      if ((memory.empty() || limit == 0 || largest(memory, firsts) <= limit) &&
-          (best < 0 || found < best)) {
+      const std::pair found(
+          largest(costs, firsts), memory.empty() ? 0 : largest(memory, firsts));
+      if ((limit == 0 || found.second <= limit) &&
+          (best.first < 0 || found < best)) {
         best = found;
       }
       return;
@@ -72,7 +74,7 @@ TEST(Partition, IsAsGoodAsTheBestOfAllCuts) {
       value = random() % 6;
     }
     const double limit = trial % 4 == 1 ? 1 + random() % 12 : 0;
-    const double best = by_trial(costs, stages, memory, limit);
+    const auto [best, bytes] = by_trial(costs, stages, memory, limit);
     if (best < 0) {
       ++refused;
       EXPECT_THROW(partition(costs, stages, memory, limit), ScheduleError);
@@ -87,8 +89,8 @@ TEST(Partition, IsAsGoodAsTheBestOfAllCuts) {
         firsts.end());
     EXPECT_LT(firsts.back(), static_cast<int64_t>(layers));
     EXPECT_EQ(largest(costs, firsts), best);
-    if (limit > 0) {
-      EXPECT_LE(largest(memory, firsts), limit);
+    if (!memory.empty()) {
+      EXPECT_EQ(largest(memory, firsts), bytes);
     }
   }
   EXPECT_GT(refused, 0);
@@ -140,6 +142,10 @@ TEST(Partition, RefusesWhatCannotBeCut) {
       std::string::npos);
   EXPECT_NE(
       refusal(two, 1, two, -1.0).find("(argument 'limit')"), std::string::npos);
+  EXPECT_EQ(
+      refusal(two, 1, std::vector<double>{}, 3.0),
+      "partition: expected memory of each layer beside a limit, but got none "
+      "(argument 'memory')");
 }
 
 TEST(Partition, ManyLayersAreCutAtOnce) {

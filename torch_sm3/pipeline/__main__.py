@@ -72,6 +72,7 @@ def _planned(options: argparse.Namespace) -> Schedule:
         costs=costs_from(options),
         link_cost=options.link_cost,
         memory_limit=options.memory_limit,
+        max_pending=options.max_pending,
         split=options.split,
         via=options.via,
         warmup=options.warmup,
@@ -261,6 +262,13 @@ def _plan_options(made: argparse.ArgumentParser) -> None:
         type=numbers,
         metavar="BYTES",
         help="of a rank: one number for all or one for each, with commas",
+    )
+    made.add_argument(
+        "--max-pending",
+        type=_count,
+        default=2,
+        help="sends of a link whose bytes count against the limit "
+        "(default: %(default)s)",
     )
     made.add_argument("--split", type=_count, help="stages of the encoder")
     made.add_argument(

@@ -59,3 +59,22 @@ def words(op: str, value: Any, name: str) -> str:
             f"{op}: expected a string, but got {value!r} (argument '{name}')"
         )
     return value
+
+
+def real(op: str, value: Any, name: str) -> float:
+    """Return a number of any type, or raise a TypeError that names the argument."""
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise TypeError(f"{op}: expected a number, but got {value!r} (argument '{name}')")
+
+
+def instance(op: str, value: Any, kind: type[T], name: str) -> T:
+    """Return an object of a type, or raise a TypeError that names the argument."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{op}: expected {kind.__name__}, but got {value!r} (argument '{name}')"
+        )
+    return value

@@ -94,6 +94,8 @@ class Costs:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is None and field.name in ("B", "pair"):
+                continue
             if field.name not in _SINGLE:
                 value = _frozen(value, field.name)
             elif not isinstance(value, int | float):
@@ -193,8 +195,6 @@ def _fail(expected: str, got: Any, argument: str) -> NoReturn:
 
 def _frozen(value: Any, name: str) -> Any:
     """Turn numbers into floats and sequences into tuples, and refuse the rest."""
-    if value is None and name in ("B", "pair"):
-        return None
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) == 0:
             _fail("one number or more", value, name)

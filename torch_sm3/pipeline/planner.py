@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 
 from torch_sm3 import _ops
-from torch_sm3.pipeline._errors import checked, whole, words
+from torch_sm3.pipeline._errors import checked, instance, real, whole, words
 from torch_sm3.pipeline.costs import Costs
 from torch_sm3.pipeline.schedule import Candidate, Schedule
 
@@ -34,6 +34,7 @@ def plan(
     costs: Costs | None = None,
     link_cost: float = 0.0,
     memory_limit: float | Sequence[float] | None = None,
+    max_pending: int = 2,
     split: int | None = None,
     via: str = "chain",
     warmup: int | str = "auto",
@@ -72,6 +73,8 @@ def plan(
         costs: of the actions, uniform if None.
         link_cost: time of a message one way, in the unit of the costs.
         memory_limit: bytes of each rank; one number for all.
+        max_pending: sends of a link that may be under way, whose bytes count against
+            the limit; as many as :class:`PipelineRunner` has by default.
         split: first stage of the decoder, if the model has an encoder and a decoder.
         via: how the encoder's output reaches the decoder's stages: ``chain``, handed
             on by each, or ``direct``, by routes of its own.
@@ -107,9 +110,10 @@ def plan(
             whole("plan", microbatches, "microbatches"),
             _chosen(chunks, None, "chunks", 1),
             _chosen(group_size, "auto", "group_size", 1),
-            {} if costs is None else costs.values(),
-            float(link_cost),
-            limits_of(memory_limit),
+            values_of("plan", costs, "costs"),
+            real("plan", link_cost, "link_cost"),
+            limits_of("plan", memory_limit),
+            _chosen(max_pending, None, "max_pending", 1),
             _chosen(split, None, "split", 1),
             words("plan", via, "via"),
             -1 if warmup == "auto" else _chosen(warmup, None, "warmup", 0),
@@ -141,35 +145,53 @@ def partition(
     Args:
         costs: of each layer; embedding and head count as layers with their own.
         stages: number of stages S, at most the number of layers n.
-        memory: bytes of each layer, if they matter.
-        limit: bytes that a stage may hold.
+        memory: bytes of each layer: of cuts that are equally good, one whose largest
+            stage needs least is taken.
+        limit: bytes that a stage may hold; no limit if 0.
 
     Returns:
         The first layer of each stage.
 
     Raises:
         ValueError: naming the argument that is wrong.
+        TypeError: likewise.
+        ScheduleError: if no cut keeps the limit, naming the smallest that can be kept.
 
     Example::
 
         >>> from torch_sm3.pipeline import partition
         >>> partition([1, 1, 1, 1, 4], stages=2)
         [0, 4]
+        >>> partition([1, 1, 1, 1, 4], stages=3)
+        [0, 2, 4]
+        >>> partition([1, 1, 1, 1, 4], stages=3, memory=[5, 5, 1, 1, 9])
+        [0, 1, 4]
     """
-    layers = [float(cost) for cost in costs]
-    held = [] if memory is None else [float(count) for count in memory]
+    layers = [real("partition", cost, "costs") for cost in costs]
+    held = [real("partition", count, "memory") for count in memory or ()]
     native = _ops.pipeline_schedule_class()
     count = whole("partition", stages, "stages")
-    return list(checked(lambda: native.partition(layers, count, held, float(limit))))
+    most = real("partition", limit, "limit")
+    return list(checked(lambda: native.partition(layers, count, held, most)))
 
 
-def limits_of(limit: float | Sequence[float] | None) -> list[float]:
+def values_of(op: str, costs: Costs | None, name: str) -> dict[str, list[float]]:
+    """Return costs as the library takes them: lists by name, none if not given."""
+    return {} if costs is None else instance(op, costs, Costs, name).values()
+
+
+def limits_of(op: str, limit: float | Sequence[float] | None) -> list[float]:
     """Return limits as the library takes them: none, one, or one per rank."""
     if limit is None:
         return []
-    if isinstance(limit, Sequence):
-        return [float(count) for count in limit]
-    return [float(limit)]
+    if not isinstance(limit, Sequence) or isinstance(limit, str):
+        return [real(op, limit, "memory_limit")]
+    if not limit:
+        raise ValueError(
+            f"{op}: expected one limit, or one for each rank, but got none "
+            "(argument 'memory_limit')"
+        )
+    return [real(op, count, "memory_limit") for count in limit]
 
 
 def _chosen(value: int | str | None, unset: str | None, name: str, least: int) -> int:

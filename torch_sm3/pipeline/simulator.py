@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch_sm3.pipeline._errors import ScheduleError, checked, whole, words
+from torch_sm3.pipeline._errors import ScheduleError, checked, instance, whole, words
 from torch_sm3.pipeline.costs import Costs
-from torch_sm3.pipeline.planner import limits_of
+from torch_sm3.pipeline.planner import limits_of, values_of
 from torch_sm3.pipeline.schedule import Schedule
 
 
@@ -89,6 +89,7 @@ def verify(
 
     Raises:
         ValueError: naming the argument that is wrong.
+        TypeError: likewise.
 
     Example::
 
@@ -99,12 +100,13 @@ def verify(
         >>> report.valid, report.rule
         (False, 'counts')
     """
+    instance("verify", schedule, Schedule, "schedule")
     return Report(
         *checked(
             lambda: schedule.native.verify(
                 *_links("verify", links, max_pending),
-                _values(memory),
-                limits_of(memory_limit),
+                values_of("verify", memory, "memory"),
+                limits_of("verify", memory_limit),
                 full_grid,
             )
         )
@@ -133,6 +135,7 @@ def live_bytes(
 
     Raises:
         ValueError: naming the argument that is wrong.
+        TypeError: likewise.
         ScheduleError: if the schedule is not valid.
 
     Example::
@@ -141,11 +144,12 @@ def live_bytes(
         >>> live_bytes(plan("gpipe", 1, 2), 0, Costs(activation_bytes=8))
         [8.0, 16.0, 8.0, 0.0, 0.0, 0.0]
     """
+    instance("live_bytes", schedule, Schedule, "schedule")
     return list(
         checked(
             lambda: schedule.native.live_bytes(
                 whole("live_bytes", rank, "rank"),
-                memory.values(),
+                instance("live_bytes", memory, Costs, "memory").values(),
                 *_links("live_bytes", links, max_pending),
             )
         )
@@ -219,6 +223,7 @@ def simulate(
 
     Raises:
         ValueError: naming the argument that is wrong.
+        TypeError: likewise.
         ScheduleError: if the schedule cannot run to its end, with a grid.
 
     Example::
@@ -227,8 +232,11 @@ def simulate(
         >>> simulate(plan("1f1b", 4, 8), Costs(F=1, I=1, W=1)).makespan
         33.0
     """
-    lowered = _lowered(schedule)
-    arguments = (_values(costs), *_links("simulate", links, max_pending))
+    lowered = _lowered(instance("simulate", schedule, Schedule, "schedule"))
+    arguments = (
+        values_of("simulate", costs, "costs"),
+        *_links("simulate", links, max_pending),
+    )
     found = checked(lambda: lowered.native.simulate(*arguments, False))
     makespan, busy, idle, own_idle, peak_bytes, lower_bound, _ = found
     return Simulation(
@@ -242,10 +250,6 @@ def _lowered(schedule: Schedule) -> Schedule:
     except ScheduleError:
         verify(schedule).raise_if_invalid()  # says it with a grid
         raise
-
-
-def _values(costs: Costs | None) -> dict[str, list[float]]:
-    return {} if costs is None else costs.values()
 
 
 def _links(op: str, links: str, max_pending: int) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 #include <classes/costs_dict.h>
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 namespace torch_sm3::pipeline {
@@ -154,7 +155,12 @@ Costs costs_of(const CostsDict& given) {
   costs.serial_links = reader.number("serial_links", 0) != 0;
   costs.optimizer_waits = reader.number("optimizer_waits", 0) != 0;
   costs.jitter = reader.number("jitter", costs.jitter);
-  costs.seed = static_cast<uint64_t>(reader.number("seed", 0));
+  const double seed = reader.number("seed", 0);
+  constexpr double kMostSeed = 0x1p53; // beyond it whole numbers are lost
+  if (!(seed >= 0 && seed <= kMostSeed) || seed != std::floor(seed)) {
+    fail("a whole number from 0 to 2^53", std::to_string(seed), "seed");
+  }
+  costs.seed = static_cast<uint64_t>(seed);
   reader.check_all_known();
   return costs;
 }

@@ -64,6 +64,7 @@ class PipelineSchedule : public torch::CustomClassHolder {
       const CostsDict& costs,
       double link_cost,
       std::vector<double> memory_limit,
+      int64_t max_pending,
       int64_t split,
       std::string via,
       int64_t warmup,

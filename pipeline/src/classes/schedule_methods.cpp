@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What PipelineSchedule asks planner, verifier and simulator.
 #include <classes/schedule_class.h>
+#include <planner/planning.h>
 #include <torch_sm3/check.h>
 #include <torch_sm3/pipeline/planner.h>
 #include <torch_sm3/pipeline/search.h>
@@ -67,16 +68,26 @@ Planned plan_all(const PlanOptions& options) {
     }
   } else {
     planned.schedule = plan(options);
-    planned.advice = options.group_size > 0 ? advice(options) : "";
+    planned.advice = advice(options);
   }
   return planned;
 }
 
 Planned plan_row(const PlanOptions& options, int64_t rank) {
+  check_rank(options, rank);
+  const auto own = static_cast<size_t>(rank);
   Planned planned;
-  std::vector<Action> row = plan_rank(options, rank);
-  planned.schedule = outline(options);
-  planned.schedule.rows[static_cast<size_t>(rank)] = std::move(row);
+  if (options.kind == "auto") {
+    // One search finds the row and what else there is to tell.
+    planned = plan_all(options);
+    std::vector<std::vector<Action>> rows(planned.schedule.ranks);
+    rows[own] = std::move(planned.schedule.rows[own]);
+    planned.schedule.rows = std::move(rows);
+  } else {
+    planned.schedule = outline(options);
+    planned.schedule.rows[own] = plan_rank(options, rank);
+    planned.advice = advice(options);
+  }
   return planned;
 }
 
@@ -96,6 +107,7 @@ PipelineSchedule::plan_with(
     const CostsDict& costs,
     double link_cost,
     std::vector<double> memory_limit,
+    int64_t max_pending,
     int64_t split,
     std::string via,
     int64_t warmup,
@@ -112,6 +124,7 @@ PipelineSchedule::plan_with(
     }
     options.link_cost = link_cost;
     options.memory_limit = std::move(memory_limit);
+    options.max_pending = max_pending;
     options.split = split;
     options.via = std::move(via);
     options.warmup = warmup;

@@ -5,9 +5,6 @@
 #include <simulator/check_costs.h>
 
 #include <algorithm>
-#include <array>
-#include <cmath>
-#include <cstdio>
 #include <limits>
 #include <numeric>
 
@@ -30,6 +27,8 @@ size_t distance(const std::string& a, const std::string& b) {
   return row[b.size()];
 }
 
+constexpr int64_t kMostStages = std::numeric_limits<uint16_t>::max();
+
 void check_size(int64_t value, int64_t most, const char* what) {
   if (value < 1 || value > most) {
     refuse_plan(
@@ -39,8 +38,34 @@ void check_size(int64_t value, int64_t most, const char* what) {
   }
 }
 
+// What the kind makes no use of must not look as if it did.
+void check_unused(const PlanOptions& options) {
+  const auto is = [&](const char* kind) {
+    return options.kind == kind || options.kind == "auto";
+  };
+  if (options.group_size > 0 && !is("interleaved")) {
+    refuse_plan(
+        "no group_size for kind " + options.kind,
+        std::to_string(options.group_size),
+        "group_size");
+  }
+  if (options.warmup >= 0 && !is("1f1b")) {
+    refuse_plan(
+        "no warmup for kind " + options.kind,
+        std::to_string(options.warmup),
+        "warmup");
+  }
+  if (options.via != "chain" && options.split == 0) {
+    refuse_plan("a split beside via " + options.via, "none", "split");
+  }
+}
+
 void check_split(const PlanOptions& options, int64_t stages) {
-  if (options.split < 0 || options.split >= std::max<int64_t>(stages, 1)) {
+  if (options.split != 0 && stages < 2) {
+    refuse_plan(
+        "two or more stages beside a split", std::to_string(stages), "split");
+  }
+  if (options.split < 0 || options.split >= stages) {
     refuse_plan(
         "a first stage of the decoder from 1 to " + std::to_string(stages - 1) +
             ", or 0 for none",
@@ -61,25 +86,6 @@ void check_split(const PlanOptions& options, int64_t stages) {
   }
 }
 
-void check_limits(const PlanOptions& options) {
-  const size_t limits = options.memory_limit.size();
-  if (limits > 1 && limits != static_cast<size_t>(options.ranks)) {
-    refuse_plan(
-        "1 or " + std::to_string(options.ranks) + " memory limits",
-        std::to_string(limits),
-        "memory_limit");
-  }
-  for (const double limit : options.memory_limit) {
-    if (!(limit >= 0)) {
-      refuse_plan(
-          "a memory limit of 0 or more", short_number(limit), "memory_limit");
-    }
-  }
-  if (limits > 0 && !(options.costs && has_bytes(*options.costs))) {
-    refuse_plan("costs in bytes beside a memory limit", "none", "costs");
-  }
-}
-
 } // namespace
 
 void refuse_plan(
@@ -89,13 +95,6 @@ void refuse_plan(
   throw std::invalid_argument(
       "plan: expected " + expected + ", but got " + got + " (argument '" +
       argument + "')");
-}
-
-std::string short_number(double value) {
-  std::array<char, 32> buffer{};
-  const bool whole = value == std::floor(value) && std::abs(value) < 1e15;
-  std::snprintf(buffer.data(), buffer.size(), whole ? "%.0f" : "%.17g", value);
-  return buffer.data();
 }
 
 void refuse_kind(const std::string& name) {
@@ -113,8 +112,17 @@ void refuse_kind(const std::string& name) {
       "' (argument 'kind'), perhaps for '" + nearest + "'");
 }
 
+void check_rank(const PlanOptions& options, int64_t rank) {
+  check_size(options.ranks, kMostStages, "ranks");
+  if (rank < 0 || rank >= options.ranks) {
+    refuse_plan(
+        "a rank from 0 to " + std::to_string(options.ranks - 1),
+        std::to_string(rank),
+        "rank");
+  }
+}
+
 Sizes check_sizes(const PlanOptions& options, ChunkRule rule) {
-  constexpr int64_t kMostStages = std::numeric_limits<uint16_t>::max();
   const int64_t chunks = options.chunks == 0 ? rule.usual : options.chunks;
   check_size(options.ranks, kMostStages, "ranks");
   check_size(chunks, kMostStages / options.ranks, "chunks");
@@ -146,9 +154,9 @@ Sizes check_sizes(const PlanOptions& options, ChunkRule rule) {
 }
 
 void check_options(const PlanOptions& options, int64_t stages) {
-  if (!std::isfinite(options.link_cost) || options.link_cost < 0) {
+  if (!(options.link_cost >= 0 && options.link_cost <= kMostCost)) {
     refuse_plan(
-        "a link cost of 0 or more",
+        "a link cost from 0 to " + short_number(kMostCost),
         short_number(options.link_cost),
         "link_cost");
   }
@@ -158,8 +166,20 @@ void check_options(const PlanOptions& options, int64_t stages) {
         std::to_string(options.group_size),
         "group_size");
   }
+  if (options.max_pending < 1) {
+    refuse_plan(
+        "max_pending of at least 1",
+        std::to_string(options.max_pending),
+        "max_pending");
+  }
   check_split(options, stages);
-  check_limits(options);
+  check_limits(
+      "plan", options.memory_limit, static_cast<size_t>(options.ranks));
+  if (!options.memory_limit.empty() &&
+      !(options.costs && has_bytes(*options.costs))) {
+    refuse_plan("costs in bytes beside a memory limit", "none", "costs");
+  }
+  check_unused(options);
 }
 
 } // namespace torch_sm3::pipeline

@@ -3,6 +3,7 @@
 // the caller forced upon interleaved.
 #include <planner/planning.h>
 
+#include <simulator/check_costs.h>
 #include <torch_sm3/pipeline/simulator.h>
 #include <torch_sm3/pipeline/verifier.h>
 
@@ -12,13 +13,9 @@
 namespace torch_sm3::pipeline {
 namespace {
 
-double limit_of(const PlanOptions& options, size_t rank) {
-  const std::vector<double>& limits = options.memory_limit;
-  return limits.size() == 1 ? limits[0] : limits[rank];
-}
-
 std::vector<double> peaks_of(const PlanOptions& options, const Schedule& plan) {
   VerifyOptions checks;
+  checks.links = held_links(options);
   checks.costs = *options.costs;
   const Report report = verify(plan, checks);
   report.raise_if_invalid();
@@ -29,17 +26,18 @@ std::vector<double> peaks_of(const PlanOptions& options, const Schedule& plan) {
 void check_peaks(const PlanOptions& options, const std::vector<double>& peaks) {
   size_t worst = 0;
   for (size_t rank = 1; rank < peaks.size(); ++rank) {
-    if (peaks[rank] - limit_of(options, rank) >
-        peaks[worst] - limit_of(options, worst)) {
+    if (peaks[rank] - limit_of(options.memory_limit, rank) >
+        peaks[worst] - limit_of(options.memory_limit, worst)) {
       worst = rank;
     }
   }
-  if (peaks[worst] > limit_of(options, worst)) {
+  if (peaks[worst] > limit_of(options.memory_limit, worst)) {
     throw ScheduleError(
         "plan: expected a memory limit of at least " +
         short_number(peaks[worst]) + " bytes on rank " + std::to_string(worst) +
         " for kind " + options.kind + ", but got " +
-        short_number(limit_of(options, worst)) + " (argument 'memory_limit')");
+        short_number(limit_of(options.memory_limit, worst)) +
+        " (argument 'memory_limit')");
   }
 }
 
@@ -60,35 +58,51 @@ uint32_t too_many(double excess, const StageCosts& stage) {
   return static_cast<uint32_t>(std::clamp(count, 1.0, 1e9));
 }
 
-// Lowers the warm-up of 1f1b where a rank is above its limit. A rank cannot
-// warm up longer than the one before it, which feeds it.
+// Lowers the warm-up where a rank is above its limit; false if nothing can be
+// lowered. What has no warm-up left may hold what ranks before it send so
+// early, and a rank cannot warm up longer than the one before it, which feeds
+// it.
+bool lower_warmups(
+    const PlanOptions& options,
+    const std::vector<double>& peaks,
+    std::vector<uint32_t>* warmups) {
+  const std::vector<uint32_t> before = *warmups;
+  for (uint32_t rank = 0; rank < peaks.size(); ++rank) {
+    const double excess = peaks[rank] - limit_of(options.memory_limit, rank);
+    uint32_t source = rank;
+    while (source > 0 && before[source] == 0) {
+      --source;
+    }
+    uint32_t& warmup = (*warmups)[source];
+    if (excess > 0 && warmup > 0 && warmup == before[source]) {
+      const StageCosts& stage = options.costs->of(rank);
+      warmup -= source < rank ? 1 : std::min(warmup, too_many(excess, stage));
+    }
+    if (rank > 0) {
+      (*warmups)[rank] = std::min((*warmups)[rank], (*warmups)[rank - 1]);
+    }
+  }
+  return *warmups != before;
+}
+
 Schedule fit_1f1b(const PlanOptions& options, Schedule schedule) {
   const RankRange all{0, schedule.ranks};
   const Sizes sizes{schedule.ranks, 1, schedule.microbatches};
   std::vector<uint32_t> warmups = warmups_1f1b(options, all);
-  while (true) {
-    const std::vector<double> peaks = peaks_of(options, schedule);
-    bool lower = false;
-    for (uint32_t rank = 0; rank < schedule.ranks; ++rank) {
-      const double excess = peaks[rank] - limit_of(options, rank);
-      if (excess > 0 && warmups[rank] > 0) {
-        warmups[rank] -=
-            std::min(warmups[rank], too_many(excess, options.costs->of(rank)));
-        lower = true;
-      }
-      if (rank > 0) {
-        warmups[rank] = std::min(warmups[rank], warmups[rank - 1]);
-      }
-    }
-    if (!lower) {
-      check_peaks(options, peaks);
-      return schedule;
-    }
+  std::vector<double> peaks = peaks_of(options, schedule);
+  while (lower_warmups(options, peaks, &warmups)) {
     schedule.rows = alternating_rows(sizes, all, warmups);
+    peaks = peaks_of(options, schedule);
   }
+  check_peaks(options, peaks);
+  return schedule;
 }
 
 } // namespace
+
+LinkModel held_links(const PlanOptions& options) {
+  return {Links::kRendezvous, options.max_pending};
+}
 
 bool needs_whole(const PlanOptions& options) {
   const bool forced = options.kind == "interleaved" && options.group_size > 0;
@@ -115,7 +129,9 @@ std::string advice(const PlanOptions& options) {
   }
   PlanOptions automatic = options;
   automatic.group_size = 0;
-  const auto bubble = [](const PlanOptions& of) {
+  const auto bubble = [](PlanOptions of) {
+    of.memory_limit
+        .clear(); // what the other one would hold is beside the point
     const Schedule schedule = plan(of);
     Costs costs = of.costs.value_or(Costs{});
     if (!of.costs) {

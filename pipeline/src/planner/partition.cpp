@@ -3,8 +3,9 @@
 // be.
 #include <planner/planning.h>
 
+#include <simulator/check_costs.h>
+
 #include <algorithm>
-#include <cmath>
 #include <limits>
 
 namespace torch_sm3::pipeline {
@@ -23,8 +24,11 @@ constexpr double kInfinite = std::numeric_limits<double>::infinity();
 
 void check_values(const std::vector<double>& values, const char* argument) {
   for (const double value : values) {
-    if (!std::isfinite(value) || value < 0) {
-      refuse("values of 0 or more", short_number(value), argument);
+    if (!(value >= 0 && value <= kMostCost)) {
+      refuse(
+          "values from 0 to " + short_number(kMostCost),
+          short_number(value),
+          argument);
     }
   }
 }
@@ -50,8 +54,12 @@ void check(
         std::to_string(memory.size()),
         "memory");
   }
+  if (memory.empty() && limit > 0) {
+    refuse("memory of each layer beside a limit", "none", "memory");
+  }
 }
 
+// With a zero in front: stages are differences of these.
 std::vector<double> sums(const std::vector<double>& values) {
   std::vector<double> out(values.size() + 1);
   for (size_t i = 0; i < values.size(); ++i) {
@@ -133,6 +141,20 @@ class Cut {
   double limit_;
 };
 
+double
+largest(const std::vector<double>& values, const std::vector<int64_t>& firsts) {
+  const std::vector<double> before = sums(values);
+  double most = 0;
+  for (size_t k = 0; k < firsts.size(); ++k) {
+    const auto first = static_cast<size_t>(firsts[k]);
+    const size_t end = k + 1 < firsts.size()
+                           ? static_cast<size_t>(firsts[k + 1])
+                           : values.size();
+    most = std::max(most, before[end] - before[first]);
+  }
+  return most;
+}
+
 } // namespace
 
 std::vector<int64_t> partition(
@@ -146,20 +168,15 @@ std::vector<int64_t> partition(
   if (firsts.empty()) {
     // The smallest limit is that of the cut whose largest stage, in bytes, is
     // as small as can be.
-    const std::vector<int64_t> least = Cut(memory, {}, 0).best(count);
-    const std::vector<double> bytes = sums(memory);
-    double needed = 0;
-    for (size_t k = 0; k < count; ++k) {
-      const size_t end =
-          k + 1 < count ? static_cast<size_t>(least[k + 1]) : memory.size();
-      needed =
-          std::max(needed, bytes[end] - bytes[static_cast<size_t>(least[k])]);
-    }
+    const double needed = largest(memory, Cut(memory, {}, 0).best(count));
     throw ScheduleError(
         "partition: expected a limit of at least " + short_number(needed) +
         " bytes, but got " + short_number(limit) + " (argument 'limit')");
   }
-  return firsts;
+  // Of the cuts that are as good, the one that needs least memory.
+  return memory.empty()
+             ? firsts
+             : Cut(memory, costs, largest(costs, firsts)).best(count);
 }
 
 } // namespace torch_sm3::pipeline

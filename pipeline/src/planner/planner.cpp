@@ -171,12 +171,7 @@ Schedule outline(const PlanOptions& options) {
 }
 
 std::vector<Action> plan_rank(const PlanOptions& options, int64_t rank) {
-  if (rank < 0 || rank >= options.ranks) {
-    refuse_plan(
-        "a rank from 0 to " + std::to_string(options.ranks - 1),
-        std::to_string(rank),
-        "rank");
-  }
+  check_rank(options, rank);
   if (options.kind == kAuto || needs_whole(options)) {
     return std::move(plan(options).rows[static_cast<size_t>(rank)]);
   }

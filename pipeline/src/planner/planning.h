@@ -50,6 +50,7 @@ struct ChunkRule {
   bool any = false;
 };
 
+void check_rank(const PlanOptions& options, int64_t rank);
 Sizes check_sizes(const PlanOptions& options, ChunkRule rule);
 // Everything but the sizes and the costs.
 void check_options(const PlanOptions& options, int64_t stages);
@@ -60,8 +61,8 @@ void check_options(const PlanOptions& options, int64_t stages);
 bool needs_whole(const PlanOptions& options);
 Schedule settle(const PlanOptions& options, Schedule schedule);
 
-// A number that reads back as it was, without a fraction if it is whole.
-std::string short_number(double value);
+// The links that memory is counted for.
+LinkModel held_links(const PlanOptions& options);
 
 // 1f1b.cpp: none, gpipe, 1f1b. `warmups` of the ranks of the range.
 Rows alternating_rows(

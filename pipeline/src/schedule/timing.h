@@ -23,7 +23,9 @@ namespace torch_sm3::pipeline {
 /// nobody waits at one, and at more 1F1B with a long warm-up does. Links that
 /// take long can still make a sender of such an interleaved plan wait, up to 7
 /// % of a step at a latency of F; two pending sends, the runner's default, cure
-/// nearly all of it.
+/// nearly all of it. So they do where W takes 4 F and 2 (F + I), at which a
+/// sender of zb_h2 with one pending send waits for RECVs that stand behind a W,
+/// up to an eighth of a step.
 ///
 /// \param schedule the schedule
 /// \param op       the operation

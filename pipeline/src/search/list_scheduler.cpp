@@ -210,7 +210,7 @@ class ListScheduler {
     uint32_t i = 0;
     if (op == Op::kForward) {
       i = stage.forwards++;
-      end += of.forward / speed(stage.rank);
+      end += of.forward / costs_.of_rank(stage.rank);
       room_.forward(s);
       if (s + 1 < shape_.stages) {
         arrive(&stages_[s + 1].inputs_at[i], s + 1, end + stage.down);
@@ -219,14 +219,14 @@ class ListScheduler {
       }
     } else if (op == Op::kBackwardInput) {
       i = stage.inputs++;
-      end += of.input_gradient() / speed(stage.rank);
+      end += of.input_gradient() / costs_.of_rank(stage.rank);
       room_.input(s);
       if (s > 0) {
         arrive(&stages_[s - 1].gradients_at[i], s - 1, end + stage.up);
       }
     } else {
       i = stage.weights++;
-      end += of.weight / speed(stage.rank);
+      end += of.weight / costs_.of_rank(stage.rank);
       room_.weight(s);
     }
     rows_[stage.rank].push_back({op, 0, static_cast<uint16_t>(s), i});
@@ -248,10 +248,6 @@ class ListScheduler {
   void arrive(double* when, uint32_t s, double time) {
     *when = time;
     look_at(stages_[s].rank, time);
-  }
-
-  double speed(uint32_t rank) const {
-    return costs_.speed.size() == 1 ? costs_.speed[0] : costs_.speed[rank];
   }
 
   const Schedule& shape_;

@@ -91,6 +91,7 @@ class Search {
     options.costs = costs;
     options.memory_limit.clear();
     options.group_size = 0;
+    options.warmup = -1;
     options.split = split_of(chunks);
     return options;
   }
@@ -139,16 +140,17 @@ class Search {
   }
 
   void warm_ups(const Costs& costs) {
-    const PlanOptions automatic = of_kind("1f1b", 1, costs);
-    std::vector<int64_t> rounds{static_cast<int64_t>(warmup_rounds(automatic))};
+    PlanOptions options = of_kind("1f1b", 1, costs);
+    options.warmup = options_.warmup;
+    std::vector<int64_t> rounds{static_cast<int64_t>(warmup_rounds(options))};
     for (int64_t k = 0; k <= kMostRounds && options_.warmup < 0; ++k) {
       if (k != rounds[0]) {
         rounds.push_back(k);
       }
     }
     for (const int64_t k : rounds) {
-      PlanOptions options = automatic;
       options.warmup = k;
+      options.memory_limit.clear();
       const std::string name = "1f1b warmup=" + std::to_string(k);
       named(name, options);
       if (!trials_.last_fits() && k > 0) {

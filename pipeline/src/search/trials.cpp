@@ -5,7 +5,6 @@
 #include <simulator/run.h>
 
 #include <algorithm>
-#include <limits>
 
 namespace torch_sm3::pipeline {
 namespace {
@@ -40,14 +39,6 @@ uint32_t trials_within(
 
 Trials::Trials(const PlanOptions& options) : options_(options) {}
 
-double Trials::limit(size_t rank) const {
-  const std::vector<double>& limits = options_.memory_limit;
-  if (limits.empty()) {
-    return std::numeric_limits<double>::infinity();
-  }
-  return limits.size() == 1 ? limits[0] : limits[rank];
-}
-
 std::vector<double> Trials::over(const std::vector<double>& peaks) const {
   std::vector<double> over;
   for (size_t rank = 0; rank < peaks.size(); ++rank) {
@@ -73,35 +64,36 @@ std::vector<double>
 Trials::measure(std::string plan, Schedule schedule, const Costs& costs) {
   Candidate& candidate = candidates_.emplace_back();
   candidate.plan = std::move(plan);
-  Simulation run;
+  std::vector<double> peaks;
   try {
     const Schedule lowered = schedule.lower();
-    run = run_program(Program(lowered), costs, {}, false);
+    const Program program(lowered);
+    candidate.makespan = run_program(program, costs, {}, false).makespan;
+    peaks = peak_bytes_of(program, costs, held_links(options_));
   } catch (const ScheduleError& error) {
     const std::string why = error.what();
     candidate.refused = why.substr(0, why.find('\n'));
     return {};
   }
-  candidate.makespan = run.makespan;
-  candidate.peak_bytes = largest(run.peak_bytes);
-  const std::vector<double> excess = over(run.peak_bytes);
+  candidate.peak_bytes = largest(peaks);
+  const std::vector<double> excess = over(peaks);
   if (least_.empty() || largest(excess) < least_excess_) {
     least_excess_ = largest(excess);
-    least_ = run.peak_bytes;
+    least_ = peaks;
     least_plan_ = candidate.plan;
   }
   const auto worst = static_cast<size_t>(
       std::max_element(excess.begin(), excess.end()) - excess.begin());
   if (excess[worst] > 0) {
     candidate.refused = "rank " + std::to_string(worst) + " needs " +
-                        short_number(run.peak_bytes[worst]) +
-                        " bytes, its limit is " + short_number(limit(worst));
+                        short_number(peaks[worst]) + " bytes, its limit is " +
+                        short_number(limit(worst));
   } else if (better(candidate)) {
     best_ = candidates_.size() - 1;
     choice_.schedule = std::move(schedule);
     choice_.costs = costs;
   }
-  return run.peak_bytes;
+  return peaks;
 }
 
 bool Trials::better(const Candidate& candidate) const {

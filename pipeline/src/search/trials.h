@@ -3,6 +3,7 @@
 
 #include <planner/planning.h>
 
+#include <simulator/check_costs.h>
 #include <torch_sm3/pipeline/search.h>
 
 #include <optional>
@@ -24,7 +25,9 @@ class Trials {
 
   // Of each rank: bytes above its limit.
   std::vector<double> over(const std::vector<double>& peaks) const;
-  double limit(size_t rank) const;
+  double limit(size_t rank) const {
+    return limit_of(options_.memory_limit, rank);
+  }
 
   // The best so far, and its name; nothing if none fitted.
   const Choice* best() const {

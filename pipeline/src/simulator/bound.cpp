@@ -34,9 +34,7 @@ Shortest shortest(const Program& program, const Costs& costs) {
   }
   for (uint32_t stage = 0; stage < schedule.stages; ++stage) {
     const StageCosts& of = costs.of(stage);
-    const size_t rank = schedule.placement[stage];
-    const double speed =
-        costs.speed.size() == 1 ? costs.speed[0] : costs.speed[rank];
+    const double speed = costs.of_rank(schedule.placement[stage]);
     const double backward =
         split[stage] == 1   ? of.input_gradient()
         : split[stage] == 2 ? of.full_backward()

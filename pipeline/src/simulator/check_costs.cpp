@@ -2,8 +2,11 @@
 #include <simulator/check_costs.h>
 
 #include <algorithm>
+#include <array>
+#include <charconv>
 #include <cmath>
 #include <initializer_list>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -29,18 +32,25 @@ class Checker {
       std::initializer_list<size_t> sizes,
       const char* argument) const {
     std::string expected;
+    size_t last = 0;
     for (const size_t size : sizes) {
       if (got == size) {
         return;
       }
-      expected += (expected.empty() ? "" : " or ") + std::to_string(size);
+      if (size > last) {
+        expected += (last == 0 ? "" : " or ") + std::to_string(size);
+        last = size;
+      }
     }
     fail(expected + " entries", std::to_string(got), argument);
   }
 
   void cost(double value, const char* argument) const {
-    if (!std::isfinite(value) || value < 0) {
-      fail("finite costs >= 0", std::to_string(value), argument);
+    if (!(value >= 0 && value <= kMostCost)) {
+      fail(
+          "costs from 0 to " + short_number(kMostCost),
+          short_number(value),
+          argument);
     }
   }
 
@@ -53,6 +63,22 @@ class Checker {
  private:
   const char* op_;
 };
+
+// What divides a cost is neither zero nor so small that the result overflows.
+void check_divisors(
+    const Checker& check,
+    const std::vector<double>& values,
+    const char* argument) {
+  for (const double value : values) {
+    if (!(value >= kLeastDivisor && value <= kMostCost)) {
+      check.fail(
+          std::string(argument) + " from " + short_number(kLeastDivisor) +
+              " to " + short_number(kMostCost),
+          short_number(value),
+          argument);
+    }
+  }
+}
 
 void check_stage(const Checker& check, const StageCosts& costs) {
   check.cost(costs.forward, "forward");
@@ -69,18 +95,18 @@ void check_stage(const Checker& check, const StageCosts& costs) {
   check.cost(costs.static_bytes, "static_bytes");
   // Negative where I makes more than it lets go of.
   if (!(costs.released_at_input <= costs.activation_bytes) ||
-      !std::isfinite(costs.released_at_input)) {
+      costs.released_at_input < -kMostCost) {
     check.fail(
-        "at most activation_bytes, " + std::to_string(costs.activation_bytes),
-        std::to_string(costs.released_at_input),
+        "at most activation_bytes, " + short_number(costs.activation_bytes),
+        short_number(costs.released_at_input),
         "released_at_input");
   }
   check.cost(costs.shared_bytes, "shared_bytes");
   const double most = std::min(costs.activation_bytes, costs.boundary_bytes);
   if (costs.shared_bytes > most) {
     check.fail(
-        "at most activation_bytes and boundary_bytes, " + std::to_string(most),
-        std::to_string(costs.shared_bytes),
+        "at most activation_bytes and boundary_bytes, " + short_number(most),
+        short_number(costs.shared_bytes),
         "shared_bytes");
   }
 }
@@ -97,13 +123,11 @@ void check_costs(const char* op, const Schedule& schedule, const Costs& costs) {
   check.size(costs.latency.size(), {1, p, p * p}, "latency");
   check.costs(costs.latency, "latency");
   check.size(costs.bandwidth.size(), {1, p, p * p}, "bandwidth");
-  check.costs(costs.bandwidth, "bandwidth");
+  std::vector<double> limited = costs.bandwidth;
+  std::erase(limited, 0); // without limit
+  check_divisors(check, limited, "bandwidth");
   check.size(costs.speed.size(), {1, p}, "speed");
-  for (const double speed : costs.speed) {
-    if (!std::isfinite(speed) || speed <= 0) {
-      check.fail("finite speeds > 0", std::to_string(speed), "speed");
-    }
-  }
+  check_divisors(check, costs.speed, "speed");
   check.size(
       costs.route_bytes.size(), {1, schedule.routes.size()}, "route_bytes");
   check.costs(costs.route_bytes, "route_bytes");
@@ -122,6 +146,42 @@ bool has_bytes(const Costs& costs) {
   return std::any_of(costs.stages.begin(), costs.stages.end(), any) ||
          std::any_of(
              routes.begin(), routes.end(), [](double of) { return of != 0; });
+}
+
+void check_limits(
+    const char* op,
+    const std::vector<double>& limits,
+    size_t ranks) {
+  const Checker check(op);
+  if (limits.size() > 1 && limits.size() != ranks) {
+    check.fail(
+        "1 or " + std::to_string(ranks) + " memory limits",
+        std::to_string(limits.size()),
+        "memory_limit");
+  }
+  for (const double limit : limits) {
+    if (!(limit >= 0)) {
+      check.fail(
+          "a memory limit of 0 or more", short_number(limit), "memory_limit");
+    }
+  }
+}
+
+double limit_of(const std::vector<double>& limits, size_t rank) {
+  if (limits.empty()) {
+    return std::numeric_limits<double>::infinity();
+  }
+  return limits.size() == 1 ? limits[0] : limits[rank];
+}
+
+std::string short_number(double value) {
+  std::array<char, 32> buffer{};
+  const bool whole = value == std::floor(value) && std::abs(value) < 1e15;
+  const auto format =
+      whole ? std::chars_format::fixed : std::chars_format::general;
+  char* const first = buffer.data();
+  return {
+      first, std::to_chars(first, first + buffer.size(), value, format).ptr};
 }
 
 void check_links(const char* op, LinkModel links) {

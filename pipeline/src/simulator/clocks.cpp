@@ -52,7 +52,7 @@ Clocks::Clocks(const Program& program, const Costs& costs, bool with_timeline)
     const uint32_t rank = schedule.placement[stage];
     const StageCosts& of = costs.of(stage);
     const auto set = [&](size_t row, double cost) {
-      durations_[row * schedule.stages + stage] = cost / speed(rank);
+      durations_[row * schedule.stages + stage] = cost / costs.of_rank(rank);
     };
     set(0, of.forward);
     set(1, of.full_backward());
@@ -104,7 +104,7 @@ void Clocks::send(
 
 void Clocks::meet(uint32_t rank, size_t collective, Action action) {
   const double cost = action.op == Op::kOptimizer
-                          ? optimizers_[rank] / speed(rank)
+                          ? optimizers_[rank] / costs_.of_rank(rank)
                           : costs_.tie[costs_.tie.size() == 1 ? 0 : collective];
   spend(rank, starts_[collective], cost, action.op);
 }
@@ -114,7 +114,7 @@ void Clocks::other(uint32_t rank, Action action) {
   if (action.op == Op::kReduceGrad) {
     cost = costs_.of(action.stage).reduce;
   } else if (action.op == Op::kOptimizer) {
-    cost = optimizers_[rank] / speed(rank);
+    cost = optimizers_[rank] / costs_.of_rank(rank);
   }
   spend(rank, ranks_[rank].clock, cost, action.op);
 }

@@ -75,7 +75,7 @@ class Clocks {
   void pair(uint32_t rank, Action first, Action) {
     Rank& on = ranks_[rank];
     on.half_open = on.half_next = false;
-    const double cost = *costs_.of(first.stage).pair / speed(rank);
+    const double cost = *costs_.of(first.stage).pair / costs_.of_rank(rank);
     const double start = std::max(on.clock, on.ready);
     spend(rank, start, cost * jitter(first), first.op);
     if (with_timeline_) {
@@ -126,10 +126,6 @@ class Clocks {
     if (with_timeline_) {
       timeline_[rank].push_back({start, on.clock});
     }
-  }
-
-  double speed(uint32_t rank) const {
-    return costs_.speed.size() == 1 ? costs_.speed[0] : costs_.speed[rank];
   }
 
   double duration(Action action) const {

@@ -31,27 +31,31 @@ Simulation run_program(
     bool with_timeline) {
   check_costs("simulate", program.schedule(), costs);
   Simulation result;
-  {
-    Clocks clocks(program, costs, with_timeline);
-    run(program, links, &clocks);
-    for (const Clocks::Rank& rank : clocks.ranks()) {
-      result.makespan = std::max(result.makespan, rank.last);
-    }
-    for (const Clocks::Rank& rank : clocks.ranks()) {
-      result.busy.push_back(rank.busy);
-      result.idle.push_back(result.makespan - rank.busy);
-      result.own_idle.push_back(rank.last - rank.first - rank.busy);
-    }
-    result.lower_bound = lower_bound(program, costs, clocks.ranks());
-    result.timeline = clocks.take_timeline();
+  Clocks clocks(program, costs, with_timeline);
+  run(program, links, &clocks);
+  for (const Clocks::Rank& rank : clocks.ranks()) {
+    result.makespan = std::max(result.makespan, rank.last);
   }
-  const uint32_t ranks = program.schedule().ranks;
-  result.peak_bytes.assign(ranks, 0);
-  Memory memory(program, costs, links);
-  for (uint32_t rank = 0; memory.counts() && rank < ranks; ++rank) {
-    result.peak_bytes[rank] = memory.peak(rank).bytes;
+  for (const Clocks::Rank& rank : clocks.ranks()) {
+    result.busy.push_back(rank.busy);
+    result.idle.push_back(result.makespan - rank.busy);
+    result.own_idle.push_back(rank.last - rank.first - rank.busy);
   }
+  result.lower_bound = lower_bound(program, costs, clocks.ranks());
+  result.timeline = clocks.take_timeline();
   return result;
+}
+
+std::vector<double> peak_bytes_of(
+    const Program& program,
+    const Costs& costs,
+    const LinkModel& links) {
+  std::vector<double> peaks(program.schedule().ranks);
+  Memory memory(program, costs, links);
+  for (uint32_t rank = 0; memory.counts() && rank < peaks.size(); ++rank) {
+    peaks[rank] = memory.peak(rank).bytes;
+  }
+  return peaks;
 }
 
 Simulation simulate(
@@ -64,7 +68,10 @@ Simulation simulate(
   if (lowered.report()) {
     lowered.report()->raise_if_invalid();
   }
-  return run_program(lowered.program(), costs, links, with_timeline);
+  const Program& program = lowered.program();
+  Simulation result = run_program(program, costs, links, with_timeline);
+  result.peak_bytes = peak_bytes_of(program, costs, links);
+  return result;
 }
 
 } // namespace torch_sm3::pipeline

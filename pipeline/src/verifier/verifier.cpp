@@ -3,40 +3,10 @@
 #include <verifier/lowered.h>
 #include <verifier/memory.h>
 
-#include <cstdio>
-#include <limits>
 #include <stdexcept>
 
 namespace torch_sm3::pipeline {
 namespace {
-
-std::string written(double bytes) {
-  char digits[32];
-  const int length = std::snprintf(digits, sizeof digits, "%.17g", bytes);
-  return {digits, static_cast<size_t>(length)};
-}
-
-double limit_of(const std::vector<double>& limits, uint32_t rank) {
-  if (limits.empty()) {
-    return std::numeric_limits<double>::infinity();
-  }
-  return limits.size() == 1 ? limits[0] : limits[rank];
-}
-
-void check_limits(const Schedule& schedule, const VerifyOptions& options) {
-  const std::vector<double>& limits = options.memory_limit;
-  if (limits.size() > 1 && limits.size() != schedule.ranks) {
-    throw std::invalid_argument(
-        "verify: expected one limit, or one for each of " +
-        std::to_string(schedule.ranks) + " ranks, but got " +
-        std::to_string(limits.size()) + " (argument 'memory_limit')");
-  }
-  if (!limits.empty() && !has_bytes(options.costs)) {
-    throw std::invalid_argument(
-        "verify: expected bytes beside a memory limit, but got none "
-        "(argument 'memory')");
-  }
-}
 
 // Rule 6.
 Report count_memory(const Program& program, const VerifyOptions& options) {
@@ -57,8 +27,9 @@ Report count_memory(const Program& program, const VerifyOptions& options) {
       Report over = failed(
           schedule,
           {Rule::kMemory,
-           "verify: expected at most " + written(limit) + " bytes on rank " +
-               std::to_string(rank) + ", but got " + written(peak.bytes) +
+           "verify: expected at most " + short_number(limit) +
+               " bytes on rank " + std::to_string(rank) + ", but got " +
+               short_number(peak.bytes) +
                (row.empty() ? "" : " at " + report.peak_actions[rank]) +
                " (argument 'memory_limit')",
            rank,
@@ -110,7 +81,12 @@ Report verify(const Schedule& schedule, const VerifyOptions& options) {
   }
   const Program& program = lowered.program();
   check_costs("verify", program.schedule(), options.costs);
-  check_limits(schedule, options);
+  check_limits("verify", options.memory_limit, schedule.ranks);
+  if (!options.memory_limit.empty() && !has_bytes(options.costs)) {
+    throw std::invalid_argument(
+        "verify: expected bytes beside a memory limit, but got none "
+        "(argument 'memory')");
+  }
   if (auto report =
           find_stop(program, options.links, false, options.full_grid)) {
     return *report;

@@ -128,11 +128,12 @@ def test_stages_work_in_microbatch_order_and_rows_stand_alone(
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(options(), st.integers(1, 60))
+@given(options(), st.integers(1, 60), st.integers(1, 3))
 def test_a_memory_limit_is_kept_or_the_least_one_is_named(
-    given: dict[str, Any], limit: int
+    given: dict[str, Any], limit: int, pending: int
 ) -> None:
     given.pop("group_size", None)
+    given["max_pending"] = pending
     costs = Costs(activation_bytes=8, boundary_bytes=1, static_bytes=3)
     try:
         schedule = plan(**given, costs=costs, memory_limit=limit)
@@ -142,6 +143,8 @@ def test_a_memory_limit_is_kept_or_the_least_one_is_named(
         assert named > limit
         with pytest.raises(ScheduleError):
             plan(**given, costs=costs, memory_limit=named - 1)
-        return
-    report = verify(schedule, memory=costs, memory_limit=limit)
-    assert report.valid and max(report.peak_bytes) <= limit
+        schedule = plan(**given, costs=costs, memory_limit=named)
+        limit = int(named)
+    for fewer in range(1, pending + 1):
+        report = verify(schedule, max_pending=fewer, memory=costs, memory_limit=limit)
+        assert report.valid and max(report.peak_bytes) <= limit

@@ -7,21 +7,24 @@ import itertools
 import math
 import operator
 import re
+from inspect import signature
 
 import pytest
 from reference.pipeline_costs import Costs
 from reference.pipeline_simulation import Result, simulate
 
 from torch_sm3.pipeline import Costs as PlanCosts
-from torch_sm3.pipeline import Schedule, ScheduleError, kinds, plan
+from torch_sm3.pipeline import PipelineRunner, Schedule, ScheduleError, kinds, plan
 
 EXACT = 1e-9
 
 
-def run(schedule: Schedule, costs: Costs) -> Result:
+def run(schedule: Schedule, costs: Costs, pending: int = 2) -> Result:
     lowered = schedule.lower()
     rows = [lowered.actions(rank) for rank in range(lowered.ranks)]
-    return simulate(rows, lowered.placement, costs, routes=lowered.routes)
+    return simulate(
+        rows, lowered.placement, costs, routes=lowered.routes, max_pending=pending
+    )
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
@@ -36,7 +39,7 @@ def test_1f1b_keeps_a_limit_that_counts_messages(p: int) -> None:
                     "1f1b", p, m, costs=told, memory_limit=limit, warmup=warmup
                 )
             except ScheduleError as error:
-                assert limit < 5 + 10 + 4 * 3, error
+                assert limit < 5 + 10 + 6 * 3, error
                 continue
             result = run(schedule, costs)
             assert max(result.peak) <= limit
@@ -112,17 +115,38 @@ def test_auto_is_never_worse_than_a_named_kind(
         )
 
     best = plan("auto", p, m, **options)
-    found = run(best, of_stage(best.stages // p))
-    assert limit is None or max(found.peak) <= limit
+    found = run(best, of_stage(best.stages // p), pending=1)
+    peak = max(run(best, of_stage(best.stages // p)).peak)
+    assert limit is None or peak <= limit
     chosen = next(c for c in best.alternatives if c.chosen)
     assert abs(found.makespan - chosen.makespan) < EXACT
-    assert abs(max(found.peak) - chosen.peak_bytes) < EXACT
+    assert abs(peak - chosen.peak_bytes) < EXACT
     for kind in kinds():
         if kind in ("auto", "forward") or (kind == "none" and p > 1):
             continue
         if kind == "dualpipe_v" and m < 2 * p:
             continue
         named = plan(kind, p, m, link_cost=link)
-        result = run(named, of_stage(named.stages // p))
-        if limit is None or max(result.peak) <= limit:
-            assert found.makespan <= result.makespan + EXACT, kind
+        costs = of_stage(named.stages // p)
+        if limit is None or max(run(named, costs).peak) <= limit:
+            assert found.makespan <= run(named, costs, pending=1).makespan + EXACT, kind
+
+
+def test_sends_under_way_count_as_in_a_runner() -> None:
+    defaults = [
+        signature(of).parameters["max_pending"] for of in (plan, PipelineRunner)
+    ]
+    assert defaults[0].default == defaults[1].default == 2
+    told = PlanCosts(activation_bytes=10, boundary_bytes=4)
+    costs = Costs(activation=10.0, boundary=4.0)
+    for kind, pending in itertools.product(("gpipe", "1f1b", "zb_h1"), (1, 2, 3)):
+        free = plan(kind, 3, 9)
+        least = max(run(free, costs, pending).peak)
+        options = {"costs": told, "max_pending": pending}
+        assert plan(kind, 3, 9, memory_limit=least, **options) == free
+        if kind == "1f1b":
+            fitted = plan(kind, 3, 9, memory_limit=least - 1, **options)
+            assert max(run(fitted, costs, pending).peak) < least
+            continue
+        with pytest.raises(ScheduleError, match=f"at least {least:g} bytes on rank"):
+            plan(kind, 3, 9, memory_limit=least - 1, **options)

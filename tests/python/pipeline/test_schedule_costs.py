@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,8 @@ def test_values_are_lists_by_name_and_come_back() -> None:
         ({"W": "1"}, None),
         ({"W": "one"}, "but got 'one' (argument 'W')"),
         ({"F": None}, "but got None (argument 'F')"),
+        ({"B": [1, None]}, "but got None (argument 'B')"),
+        ({"pair": [None]}, "but got None (argument 'pair')"),
         ({"F": []}, "one number or more, but got [] (argument 'F')"),
         ({"seed": "x"}, "a number, but got 'x' (argument 'seed')"),
         ({"jitter": [1]}, "a number, but got [1] (argument 'jitter')"),
@@ -181,6 +184,15 @@ def test_costs_that_are_none_are_refused(arguments: dict, message: str | None) -
         (Costs(F=[1, 2, 3], I=[1, 2]), "one for each of 3 stages, but got 2"),
         (Costs(latency=[1, 2]), "(argument 'latency')"),
         (Costs(speed=[1, 2]), "(argument 'speed')"),
+        (Costs(speed=0), "speed from 1e-60 to 1e+60, but got 0 (argument 'speed')"),
+        (Costs(bandwidth=1e-99), "bandwidth from 1e-60 to 1e+60, but got 1e-99"),
+        (Costs(W=1e308), "costs from 0 to 1e+60, but got 1e+308 (argument 'weight')"),
+        (Costs(latency=1e61), "costs from 0 to 1e+60, but got 1e+61 (argument 'la"),
+        (Costs(jitter=-1), "costs from 0 to 1e+60, but got -1 (argument 'jitter')"),
+        (Costs(jitter=math.nan), "but got nan (argument 'jitter')"),
+        (Costs(seed=-1), "a whole number from 0 to 2^53, but got -1"),
+        (Costs(seed=2**60), "(argument 'seed')"),
+        (Costs(seed=0.5), "(argument 'seed')"),
     ],
 )
 def test_costs_that_do_not_fit_the_schedule_are_refused(
@@ -189,6 +201,23 @@ def test_costs_that_do_not_fit_the_schedule_are_refused(
     with pytest.raises(ValueError, match=r": expected ") as caught:
         simulate(plan("1f1b", 3, 2), costs)
     assert message in str(caught.value)
+
+
+def test_the_largest_costs_overflow_nothing() -> None:
+    most = 1e60
+    costs = Costs(most, most, most, latency=most, jitter=most, speed=1e-60, seed=3)
+    costs = dataclasses.replace(
+        costs, bandwidth=1e-60, boundary_bytes=most, activation_bytes=most
+    )
+    found = simulate(plan("1f1b", 3, 9), costs)
+    assert all(map(math.isfinite, [found.makespan, found.lower_bound, *found.idle]))
+    best = plan("auto", 2, 3, costs=costs, link_cost=most)
+    assert best.costs is not None
+    assert math.isfinite(simulate(best, best.costs).makespan)
+    with pytest.raises(
+        ValueError, match=r"a link cost from 0 to 1e\+60, but got 1e\+308"
+    ):
+        plan("auto", 2, 3, link_cost=1e308)
 
 
 @pytest.mark.parametrize("text", ["[]", '{"G": 1}', '{"F": -1}', "F=1", ""])

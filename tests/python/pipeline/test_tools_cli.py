@@ -69,13 +69,27 @@ def test_plan_writes_csv_and_text_that_read_back(tmp_path: Path, capsys: Out) ->
         assert Schedule.load(path) == wanted
 
 
-def test_plan_hands_every_option_on(capsys: Out) -> None:
+def test_plan_hands_every_option_on(tmp_path: Path, capsys: Out) -> None:
     line = ["plan", "--kind", "1f1b", "-p", "3", "-m", "9", "--costs", "1,1,1"]
     assert main([*line, "--link-cost", "0.5", "--json"]) == 0
     wanted = plan("1f1b", 3, 9, costs=Costs(1, 1, 1), link_cost=0.5)
     assert printed(capsys)["text"] == wanted.text != plan("1f1b", 3, 9).text
     assert main([*line, "--warmup", "2"]) == 0
     assert capsys.readouterr().out == plan("1f1b", 3, 9, warmup=2).text
+    assert main([*line, "--split", "1", "--via", "direct"]) == 0
+    assert capsys.readouterr().out == plan("1f1b", 3, 9, split=1, via="direct").text
+    costs = Costs(activation_bytes=10, boundary_bytes=4)
+    costs.save(tmp_path / "costs.json")
+    line[-1] = str(tmp_path / "costs.json")
+    found = []
+    for pending in (1, 2, 4):
+        options = ["--memory-limit", "52", "--max-pending", str(pending)]
+        assert main([*line, *options]) == 0
+        found.append(capsys.readouterr().out)
+        wanted = plan("1f1b", 3, 9, costs=costs, memory_limit=52, max_pending=pending)
+        assert found[-1] == wanted.text
+    assert main([*line, "--memory-limit", "52"]) == 0
+    assert capsys.readouterr().out == found[1] != found[2]
     line = ["plan", "--kind", "interleaved", "-p", "2", "-m", "6", "--chunks", "2"]
     assert main([*line, "--group-size", "3"]) == 0
     wanted = plan("interleaved", 2, 6, chunks=2, group_size=3)

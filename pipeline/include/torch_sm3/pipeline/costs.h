@@ -85,6 +85,9 @@ struct Costs {
   double of_route(uint32_t route) const {
     return route_bytes.size() == 1 ? route_bytes[0] : route_bytes[route];
   }
+  double of_rank(uint32_t rank) const {
+    return speed.size() == 1 ? speed[0] : speed[rank];
+  }
 };
 
 /// How messages are posted and matched.

@@ -29,6 +29,9 @@ struct PlanOptions {
   double link_cost = 0;
   /// Bytes of each rank; one entry stands for all, none for no limit.
   std::vector<double> memory_limit = {};
+  /// Sends of a link that may be under way, whose bytes count against the
+  /// limit; as many as those of `RunnerOptions`. Fewer take less.
+  int64_t max_pending = 2;
   /// First stage of the decoder; 0 if there is none.
   int64_t split = 0;
   /// How the encoder's output reaches the decoder's stages: handed on by each
@@ -79,12 +82,13 @@ plan_rank(const PlanOptions& options, int64_t rank);
 TORCH_SM3_API std::string advice(const PlanOptions& options);
 
 /// Cuts layers into contiguous stages such that the largest is as small as can
-/// be; exact.
+/// be; exact. Of cuts that are equally good, one whose largest stage in bytes
+/// is as small as can be.
 ///
 /// \param costs  of each layer
 /// \param stages number of stages, at most the number of layers
 /// \param memory bytes of each layer; empty if they do not matter
-/// \param limit  bytes that a stage may hold
+/// \param limit  bytes that a stage may hold; 0 for no limit
 /// \return the first layer of each stage
 /// \throws std::invalid_argument naming the argument that is wrong
 /// \throws ScheduleError if no cut keeps the limit, naming the smallest limit
