@@ -69,7 +69,7 @@ std::string Replicas::counterpart() const {
   for (int64_t replica = 0; replica < size(); ++replica) {
     text += replica == rank() ? "" : c10::str(" ", replica);
   }
-  text += ",";
+  text += ',';
   return text;
 }
 
