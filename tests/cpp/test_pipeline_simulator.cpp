@@ -174,7 +174,8 @@ TEST(Simulator, PairsRunAsOneOrLetTheirForwardGoFirst) {
   costs.stages[0].pair = 2.5;
   found = simulate(schedule, costs, {}, true);
   EXPECT_EQ(found.busy[1], 1 + 2.5 + 2);
-  const auto& row = schedule.lower().rows[1];
+  const Schedule lowered = schedule.lower();
+  const auto& row = lowered.rows[1];
   const auto pair = std::find_if(row.begin(), row.end(), [](Action a) {
     return is_compute(a.op) && a.flags == kPaired;
   });
