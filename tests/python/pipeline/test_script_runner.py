@@ -358,6 +358,8 @@ def interrupted(rank: int, ranks: int) -> str:
     text = ""
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
+        # Whatever this process was started with: in the background it is ignored.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         called = threading.Event()
 
         def strike() -> None:
@@ -376,6 +378,7 @@ def interrupted(rank: int, ranks: int) -> str:
                 text = str(error)
             while True:
                 time.sleep(0.01)
+        signal.signal(signal.SIGINT, before)
     else:
         store.wait(["struck"])
         with pytest.raises(RuntimeError) as info:
