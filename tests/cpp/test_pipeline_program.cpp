@@ -24,6 +24,7 @@ namespace {
 std::string run(const std::string& settings) {
   const std::string command =
       settings + " '" + TORCH_SM3_PIPELINE_PROGRAM + "' 2>&1";
+  // NOLINTNEXTLINE(bugprone-command-processor): of words of our own
   FILE* pipe = popen(command.c_str(), "r");
   std::string text;
   std::array<char, 256> buffer{};

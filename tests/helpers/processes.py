@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import time
 import traceback
@@ -120,6 +121,11 @@ def run_ranks(
             process.join(timeout=5 if not failures else 0.5)
             if process.is_alive():
                 process.kill()
+                process.join()
+    # What is broken in memory may show only when a process ends.
+    for rank, process in enumerate(processes):
+        if process.exitcode not in (0, -signal.SIGKILL) and answers.get(rank):
+            failures.append(f"rank {rank} answered, but ended with {process.exitcode}")
     if failures:
         raise AssertionError("\n".join(failures))
     return [answers[rank] for rank in range(world_size)]

@@ -45,6 +45,7 @@ void Lane::send(const std::vector<at::Tensor>& tensors) {
   }
   stream_->follow_caller();
   parcel.mark = stream_->run([&] {
+    const Unprofiled guard;
     for (const at::Tensor& tensor : parcel.tensors) {
       std::vector<at::Tensor> one{tensor};
       parcel.works.push_back(group_->send(one, peer_, /*tag=*/0));
@@ -60,6 +61,7 @@ Lane::Arrival
 Lane::receive(const std::vector<TensorMeta>& metas, c10::Device device) {
   Arrival arrival;
   arrival.mark = stream_->run([&] {
+    const Unprofiled guard;
     for (const TensorMeta& meta : metas) {
       arrival.tensors.push_back(allocate(meta, SIZE_MAX, device));
       if (!meta.empty()) {

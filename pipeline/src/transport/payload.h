@@ -3,6 +3,8 @@
 
 #include <torch_sm3/pipeline/transport.h>
 
+#include <ATen/record_function.h>
+
 #include <cstdint>
 #include <vector>
 
@@ -11,6 +13,10 @@ namespace torch_sm3::pipeline {
 // A header's rest and a payload of up to this size together travel in one
 // transmission with the frame: a rendezvous costs more than to copy that much.
 inline constexpr size_t kSmallPayload = size_t{1} << 16;
+
+// While one lives, what is posted is not profiled. Otherwise its end, which may
+// come in a later step, would be written to a profiler that is gone by then.
+using Unprofiled = at::DisableRecordFunctionGuard;
 
 // The bytes of a dense tensor as a flat uint8 tensor that shares or, if it
 // was not contiguous, owns its storage.

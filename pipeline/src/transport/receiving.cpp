@@ -239,6 +239,7 @@ Transport::Engine::Work Transport::Engine::post_receive(
     const Incoming& link,
     const at::Tensor& bytes,
     int tag) {
+  const Unprofiled guard;
   std::vector<at::Tensor> one{bytes};
   return group_->recv(one, static_cast<int>(link.peer), tag);
 }

@@ -177,6 +177,7 @@ void Transport::Engine::post(Outgoing& link, Parcel parcel) {
 }
 
 void Transport::Engine::post_parcel(const Outgoing& link, Parcel& parcel) {
+  const Unprofiled guard;
   for (const Part& part : parcel.parts) {
     std::vector<at::Tensor> one{part.bytes};
     parcel.works.push_back(

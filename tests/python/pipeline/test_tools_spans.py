@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -33,10 +34,13 @@ def profiled(rank: int, ranks: int) -> tuple[list[str], list[str], bool]:
         runner.step(microbatches=x, targets=y)
     runner.step(microbatches=x, targets=y)
     runner.close()
-    found = spans_of(seen)
+    found, events = spans_of(seen), seen.events()
+    # No message that was under way when the profiler ended may write to its memory.
+    del seen
+    gc.collect()
     wanted = [PREFIX + a.text for a in schedule.lower().actions(rank) if a.op != "."]
     # The forward's operators ran inside its span, the backward's inside its own.
-    linear = [x for x in seen.events() if x.name == "aten::linear"]
+    linear = [x for x in events if x.name == "aten::linear"]
     forwards = [
         x for x in found if x.name.endswith(tuple(f"{rank}F{i}" for i in range(M)))
     ]
