@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch_sm3.pipeline._agree import Agreement, agree
 from torch_sm3.pipeline._collective import Collective
 from torch_sm3.pipeline._control import Control
-from torch_sm3.pipeline._data import Needs
+from torch_sm3.pipeline._given import Needs
 from torch_sm3.pipeline._gradients import Gradients
 from torch_sm3.pipeline._lanes import open_lanes
 from torch_sm3.pipeline._links import Links, new_group, patience, route_link

@@ -3,54 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from torch_sm3.pipeline._faults import DataExhausted
+from torch_sm3.pipeline._given import Given, Needs, check_given, fail
 from torch_sm3.pipeline._values import map_tensors
 from torch_sm3.pipeline.stage import Stage
-
-
-class Given(NamedTuple):
-    """The arguments of a step that bring data, as the caller gave them."""
-
-    inputs: tuple[Any, ...]
-    target: Any
-    kwargs: Any
-    microbatches: Any
-    targets: Any
-    iterator: Any
-
-
-class Needs(NamedTuple):
-    """What of it a rank uses.
-
-    Attributes:
-        items: the stages that take part of each microbatch's item.
-        target: whether the loss is computed here.
-        kwargs: names of keyword arguments of its stages.
-    """
-
-    items: tuple[int, ...]
-    target: bool
-    kwargs: frozenset[str]
-
-    @classmethod
-    def of(cls, stages: Mapping[int, Stage], target: bool) -> Needs:
-        """Return the needs of a rank.
-
-        Args:
-            stages: its stages by index.
-            target: whether the loss is computed here.
-        """
-        items = tuple(s for s, stage in stages.items() if s == 0 or stage.data)
-        names = (name for stage in stages.values() for name in stage.kwargs)
-        return cls(items, target, frozenset(names))
-
-    def __bool__(self) -> bool:
-        return bool(self.items) or self.target
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -60,12 +21,6 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     map_tensors(value, found.append)
     return found
-
-
-def _fail(expected: str, got: Any, argument: str) -> None:
-    raise ValueError(
-        f"step: expected {expected}, but got {got} (argument '{argument}')"
-    )
 
 
 def batch_size(value: Any, dim: int, argument: str) -> int | None:
@@ -82,14 +37,14 @@ def batch_size(value: Any, dim: int, argument: str) -> int | None:
     sizes = set()
     for tensor in tensors_of(value):
         if not -tensor.dim() <= dim < tensor.dim():
-            _fail(
+            fail(
                 f"tensors with dimension {dim} (batch_dim)",
                 f"shape {tuple(tensor.shape)}",
                 argument,
             )
         sizes.add(tensor.shape[dim])
     if len(sizes) > 1:
-        _fail("tensors of one batch size", sorted(sizes), argument)
+        fail("tensors of one batch size", sorted(sizes), argument)
     return sizes.pop() if sizes else None
 
 
@@ -110,7 +65,7 @@ def cut(value: Any, parts: int, dim: int, argument: str) -> list[Any]:
     if size is None:
         return [value] * parts
     if size < parts:
-        _fail(
+        fail(
             f"a batch of at least {parts} samples, one for each microbatch",
             size,
             argument,
@@ -139,7 +94,7 @@ def count_of(given: Given, needs: Needs, planned: int, dim: int) -> int | None:
     """
     if not needs:
         return None
-    _check(given, needs)
+    check_given(given)
     counts = set()
     if given.iterator is None:
         for used, many, one, names in (
@@ -147,11 +102,11 @@ def count_of(given: Given, needs: Needs, planned: int, dim: int) -> int | None:
             (needs.target, given.targets, given.target, ("targets", "target")),
         ):
             if used and many is not None:
-                counts.add(len(many))
+                counts.add(len(many) or fail("at least one item", 0, names[0]))
             elif used and (size := batch_size(one, dim, names[1])) is not None:
                 counts.add(min(size, planned))
     if len(counts) > 1:
-        _fail("one number of microbatches", sorted(counts), "targets")
+        fail("one number of microbatches", sorted(counts), "targets")
     if not counts and given.iterator is None and not needs.items:
         # Without a target the loss's rank has nothing to count.
         return None
@@ -191,7 +146,7 @@ class Feed:
         self._next = 0
         # An input that is itself a tuple or list is one argument, not several.
         self._single = len(given.inputs) == 1
-        _check(given, needs)
+        check_given(given)
         self._kwargs = self._own_kwargs(given.kwargs, dim)
         if given.iterator is not None:
             self._iterator = iter(given.iterator) if needs else None
@@ -205,7 +160,7 @@ class Feed:
             if self.targets is None and given.target is not None:
                 self.targets = cut(given.target, count, dim, "target")
             if self.targets is None and training:
-                _fail("a target for loss_fn", None, "target")
+                fail("a target for loss_fn", None, "target")
 
     def arguments(
         self, stage: Stage, microbatch: int
@@ -276,7 +231,7 @@ class Feed:
         if many is None:
             return None
         if len(many) != self.count:
-            _fail(f"{self.count} microbatches", len(many), argument)
+            fail(f"{self.count} microbatches", len(many), argument)
         return list(many)
 
     def _own_kwargs(self, kwargs: Any, dim: int) -> list[dict[str, Any]]:
@@ -290,60 +245,10 @@ class Feed:
         for part in parts:
             missing = self._needs.kwargs - set(part)
             if missing:
-                _fail(f"{sorted(missing)[0]!r} for a stage", sorted(part), "kwargs")
+                fail(f"{sorted(missing)[0]!r} for a stage", sorted(part), "kwargs")
         return parts
 
 
 def spread(item: Any) -> tuple[Any, ...]:
     """Return the positional arguments that an item stands for."""
     return tuple(item) if type(item) in (tuple, list) else (item,)
-
-
-def check_kwargs(kwargs: Any, known: Iterable[str]) -> None:
-    """Refuse keyword arguments that no stage of any rank names.
-
-    Args:
-        kwargs: a dict, or one for each microbatch, or None.
-        known: names that any stage takes.
-
-    Raises:
-        TypeError: if they are no dicts.
-        ValueError: naming one that is not known.
-    """
-    parts = kwargs if isinstance(kwargs, Sequence) else [kwargs or {}]
-    for part in parts:
-        if not isinstance(part, Mapping):
-            raise TypeError(
-                "step: expected a dict, or a list with one for each microbatch, but "
-                f"got {type(part).__name__} (argument 'kwargs')"
-            )
-        for name in part:
-            if name not in known:
-                names = f"kwargs that a stage names, one of {sorted(known)}"
-                _fail(names, repr(name), "kwargs")
-
-
-def _check(given: Given, needs: Needs) -> None:
-    """Refuse data that is given twice, or not in a list."""
-    if given.iterator is not None:
-        if not hasattr(given.iterator, "__iter__"):
-            raise TypeError(
-                "step: expected an iterator of pairs of stage input and target, but "
-                f"got {type(given.iterator).__name__} (argument 'iterator')"
-            )
-        for name in ("inputs", "target", "microbatches", "targets"):
-            value = getattr(given, name)
-            if value is not None and value != ():
-                _fail(f"no {name} beside an iterator", type(value).__name__, name)
-    for name in ("microbatches", "targets"):
-        many = getattr(given, name)
-        if many is not None and not hasattr(many, "__len__"):
-            raise TypeError(
-                f"step: expected a list with an item for each microbatch, but got "
-                f"{type(many).__name__}; an iterator of pairs is given as iterator "
-                f"(argument '{name}')"
-            )
-    if given.microbatches is not None and given.inputs:
-        _fail("either inputs or microbatches", "both", "microbatches")
-    if given.targets is not None and given.target is not None:
-        _fail("either target or targets", "both", "targets")

@@ -35,7 +35,17 @@ class Records:
 
         Args:
             state_dict: the same on all ranks.
+
+        Raises:
+            ValueError: if it is no such state.
         """
+        known = self.state_dict().keys()
+        if not isinstance(state_dict, Mapping) or state_dict.keys() != known:
+            got = sorted(state_dict) if isinstance(state_dict, Mapping) else state_dict
+            raise ValueError(
+                f"load_state_dict: expected keys {sorted(known)}, but got {got!r} "
+                "(argument 'state_dict')"
+            )
         self._session.steps = int(state_dict["steps"])
         self._session.stepper.loss_scale = state_dict["loss_scale"]
 

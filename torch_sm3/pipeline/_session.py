@@ -9,7 +9,8 @@ import torch
 from torch.amp import GradScaler
 
 from torch_sm3.pipeline._attempts import Attempts
-from torch_sm3.pipeline._data import Feed, Given, check_kwargs, count_of
+from torch_sm3.pipeline._data import Feed, count_of
+from torch_sm3.pipeline._given import Given, check_kwargs
 from torch_sm3.pipeline._loss import Losses, guarded
 from torch_sm3.pipeline._outcome import Answer
 from torch_sm3.pipeline._random import kept

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 
 from torch_sm3.pipeline._build import Parts
-from torch_sm3.pipeline._data import Given
+from torch_sm3.pipeline._given import Given
 from torch_sm3.pipeline._options import Options
 from torch_sm3.pipeline._records import Records
 from torch_sm3.pipeline._reduce import Hook

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers import pipeline_ranks_misuse as ranks_misuse
@@ -187,4 +189,25 @@ def test_steps_check_their_arguments(
     with pytest.raises(TypeError, match=r"torch\.amp\.GradScaler, but got int"):
         runner.optimizer_step(optimizer, scaler=3)
     assert runner.step(x, target=target).loss is not None
+    runner.close()
+
+
+def test_an_eval_of_nothing_is_refused() -> None:
+    runner = runner_of(chain(1), plan("none", 1, 2), 0)
+    for name in ("microbatches", "targets"):
+        given = {"microbatches": [torch.ones(1, 3)], "targets": None, name: []}
+        with pytest.raises(ValueError, match=rf"item, but got 0 \(argument '{name}'\)"):
+            runner.eval(**given)
+    runner.close()
+
+
+@pytest.mark.parametrize("state", [{}, {"steps": 1}, {"steps": 1, "x": 2}, None, [1]])
+def test_another_state_than_that_of_a_runner_is_refused(state: Any) -> None:
+    runner = runner_of(chain(1), plan("none", 1, 2), 0)
+    before = runner.state_dict()
+    with pytest.raises(ValueError, match=r"keys \['loss_scale', 'steps'\], but got"):
+        runner.load_state_dict(state)
+    assert runner.state_dict() == before
+    runner.load_state_dict({**before, "steps": 4})
+    assert runner.state_dict()["steps"] == 4
     runner.close()
