@@ -30,15 +30,22 @@ class ArgumentsError(Exception):
         self.error = error
 
 
+def wrong_scaler(call: str, scaler: Any) -> TypeError | None:
+    """Return what is wrong with the scaler that a call was given, if anything."""
+    if scaler is None or isinstance(scaler, GradScaler):
+        return None
+    return TypeError(
+        f"{call}: expected a torch.amp.GradScaler, but got {type(scaler).__name__} "
+        "(argument 'scaler')"
+    )
+
+
 def wrong_arguments(
     optimizer: Any, max_norm: float | None, scaler: Any
 ) -> Exception | None:
     """Return what is wrong with the arguments of a step, if anything."""
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        return TypeError(
-            "optimizer_step: expected a torch.amp.GradScaler, but got "
-            f"{type(scaler).__name__} (argument 'scaler')"
-        )
+    if (wrong := wrong_scaler("optimizer_step", scaler)) is not None:
+        return wrong
     if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
         return TypeError(
             "optimizer_step: expected a torch.optim.Optimizer, but got "

@@ -8,6 +8,7 @@ from typing import NoReturn
 import torch
 from torch.amp import GradScaler
 
+from torch_sm3.pipeline._asked import wrong_scaler
 from torch_sm3.pipeline._attempts import Attempts
 from torch_sm3.pipeline._data import Feed, count_of
 from torch_sm3.pipeline._given import Given, check_kwargs
@@ -129,11 +130,8 @@ class Session(Attempts):
                 "eval for a forward without gradients"
             )
         check_kwargs(given.kwargs, parts.kwargs)
-        if scaler is not None and not isinstance(scaler, GradScaler):
-            raise TypeError(
-                f"step: expected a torch.amp.GradScaler, but got "
-                f"{type(scaler).__name__} (argument 'scaler')"
-            )
+        if (wrong := wrong_scaler("step", scaler)) is not None:
+            raise wrong
         work.feed = Feed(given, parts.needs, count, options.batch_dim, not evaluation)
         work.feed.replays = self.stepper.pending
 
