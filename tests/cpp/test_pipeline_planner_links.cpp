@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Plans over links: what takes time on them, and how many sends may wait.
+#include <pipeline_costs.h>
+
 #include <torch_sm3/pipeline/planner.h>
 #include <torch_sm3/pipeline/simulator.h>
 
@@ -47,10 +49,7 @@ TEST(PlannerLinks, OnePendingSendHoldsUpNobody) {
             continue; // not of this kind
           }
           for (const auto& [f, i, w] : triples) {
-            Costs costs;
-            costs.stages[0].forward = f;
-            costs.stages[0].input = i;
-            costs.stages[0].weight = w;
+            const Costs costs = stage_costs(f, i, w);
             const double any =
                 simulate(schedule, costs, {Links::kPosted, 1}).makespan;
             EXPECT_NEAR(simulate(schedule, costs).makespan, any, 1e-9 * any)
@@ -77,10 +76,7 @@ TEST(PlannerLinks, TwoPendingSendsHoldUpNobodyWhateverTheCosts) {
           continue; // not of this kind
         }
         for (const auto& [f, i, w] : triples) {
-          Costs costs;
-          costs.stages[0].forward = f;
-          costs.stages[0].input = i;
-          costs.stages[0].weight = w;
+          const Costs costs = stage_costs(f, i, w);
           const double any =
               simulate(schedule, costs, {Links::kPosted, 1}).makespan;
           const double two =

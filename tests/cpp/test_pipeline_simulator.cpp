@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Simulated times against ones worked out by hand; tests/python compares random
 // schedules with the oracle.
+#include <pipeline_costs.h>
+
 #include <torch_sm3/pipeline/planner.h>
 #include <torch_sm3/pipeline/simulator.h>
 #include <torch_sm3/pipeline/verifier.h>
@@ -12,15 +14,6 @@
 
 namespace torch_sm3::pipeline {
 namespace {
-
-Costs stage_costs(double forward, double input, double weight) {
-  Costs costs;
-  costs.stages[0].forward = forward;
-  costs.stages[0].input = input;
-  costs.stages[0].weight = weight;
-  costs.stages[0].activation_bytes = 1;
-  return costs;
-}
 
 Schedule two_ranks(const std::string& rows, const std::string& more = "") {
   return Schedule::parse(
