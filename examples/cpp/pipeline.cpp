@@ -7,6 +7,7 @@
 //                             the same model in one process: equal losses
 //   RANK=0 WORLD_SIZE=3 MASTER_ADDR=... MASTER_PORT=... build/pipeline
 //                             one process, the others elsewhere
+#include <torch_sm3/pipeline/batch_threads.h>
 #include <torch_sm3/pipeline/planner.h>
 #include <torch_sm3/pipeline/runtime.h>
 #include <torch_sm3/sm3.h>
@@ -48,6 +49,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_group(int rank, int ranks) {
   const auto store = c10::make_intrusive<c10d::TCPStore>(
       address == nullptr ? "127.0.0.1" : address, where);
   auto options = c10d::ProcessGroupGloo::Options::create();
+  const pl::BatchThreads guard; // Gloo's threads, which start here
   options->devices.push_back(
       c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
   const auto gloo =

@@ -37,31 +37,30 @@ def new_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGr
         group: the ranks, all of them if None.
         timeout: longest wait for a message, in seconds.
     """
-    with _threads_that_wait():
+    with _batch_threads():
         return own_group(group, patience(timeout), "gloo")
 
 
 @contextlib.contextmanager
-def _threads_that_wait() -> Iterator[None]:
-    """Keep threads that are started meanwhile from preempting others.
+def _batch_threads() -> Iterator[None]:
+    """Keep the threads that this thread starts meanwhile from preempting others.
 
-    A send wakes Gloo's thread of the peer. On a core that both share that thread would
-    run at once, while the sender holds the lock of the connection, for which its own
-    Gloo thread polls: milliseconds are lost where a message takes microseconds.
+    See ``BatchThreads`` of ``torch_sm3/pipeline/batch_threads.h``.
     """
-    ordinary = os.sched_getscheduler(0) == os.SCHED_OTHER
-    if not ordinary:
-        yield
-        return
-    none = os.sched_param(0)
-    # A sandbox may forbid it; then messages are slower.
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, none)
+    changed = os.sched_getscheduler(0) == os.SCHED_OTHER and _set_policy(os.SCHED_BATCH)
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_OTHER, none)
+        if changed:
+            _set_policy(os.SCHED_OTHER)
+
+
+def _set_policy(policy: int) -> bool:
+    try:
+        os.sched_setscheduler(0, policy, os.sched_param(0))
+    except OSError:
+        return False  # not here: messages are slower, no less right
+    return True
 
 
 def patience(timeout: float) -> timedelta:

@@ -109,6 +109,13 @@ bool Transport::Engine::patiently(
   return done;
 }
 
+// What was posted may have made ready a thread of the backend on this core, of
+// this rank or of the peer, that preempts nobody (see BatchThreads). Without
+// the core now it would wait until the caller's computations have had a slice.
+void Transport::Engine::let_others_run() {
+  std::this_thread::yield();
+}
+
 bool Transport::Engine::wait_for(Lock& lock, const Work& work, Time limit) {
   return patiently(
       limit, [&](Time until) { return wait_once(lock, work, until); });

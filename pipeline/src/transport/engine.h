@@ -191,6 +191,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   bool wait_once(Lock& lock, const Work& work, Time limit);
   bool patiently(Time limit, const std::function<bool(Time)>& wait);
   void progress(Lock& lock, Incoming& link, Time limit);
+  static void let_others_run();
   void post_frames(Incoming& link);
   void pop(Incoming& link);
   static bool falls_behind(const Incoming& link);

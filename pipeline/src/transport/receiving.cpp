@@ -50,6 +50,8 @@ void Transport::Engine::ask(int64_t ticket) {
     if (link.queue.front() == receipt || falls_behind(link)) {
       next_message(link);
     }
+    lock.unlock();
+    let_others_run();
   } catch (const HeaderError& error) {
     const std::string what = error.what();
     lock.unlock();

@@ -75,6 +75,7 @@ Outcome Transport::Engine::send(
     if (!by_lane.empty()) {
       lanes_->to(peer).send(by_lane);
     }
+    let_others_run();
   } catch (const std::exception&) {
     fail_with(lost_peer(peer), peer);
     return Outcome::kLost;
