@@ -96,6 +96,8 @@ def test_adasum_hooks_are_timed_in_training(name: str, tmp_path: Path) -> None:
 def test_messages_and_steps_of_a_pipeline_are_timed(tmp_path: Path) -> None:
     found = run("pipeline_messages.py", tmp_path / "f.json")
     assert len(found["figures"]) == 2
+    found = run("pipeline_threads.py", tmp_path / "f.json")
+    assert found["figures"][0]["value"] > 0
     found = run("pipeline_overhead.py", tmp_path / "f.json")
     assert all(figure["value"] > 0.5 for figure in found["figures"])
 
