@@ -240,6 +240,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   std::optional<Time> post_due(int64_t* peer);
   bool await(Incoming& link, const Work& work);
   static void abort_wait(const Work& work);
+  static bool wait_to_the_end(const Work& work);
   void match(Incoming& link);
   void announce_lane(Receipt& receipt) const;
   void post_lane(int64_t peer);

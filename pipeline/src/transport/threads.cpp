@@ -29,7 +29,7 @@ bool Transport::Engine::await(Incoming& link, const Work& work) {
     }
     link.current = work;
   }
-  const bool done = work->wait(kForever);
+  const bool done = wait_to_the_end(work);
   const Lock lock(mutex_);
   link.current.reset();
   return done && !stopping_;
