@@ -10,6 +10,7 @@
 #include <ATen/ops/full.h>
 
 #include <atomic>
+#include <latch>
 
 namespace torch_sm3::pipeline {
 namespace {
@@ -41,22 +42,48 @@ class LateWork : public c10d::Work {
   std::atomic<bool> ended_{false};
 };
 
+// Work whose waits return once the gate is open, as those of a stopped process.
+class HeldWork : public c10d::Work {
+ public:
+  HeldWork(c10::intrusive_ptr<c10d::Work> work, std::latch* gate)
+      : work_(std::move(work)), gate_(gate) {}
+  bool wait(std::chrono::milliseconds timeout) override {
+    const bool done = work_->wait(timeout);
+    gate_->wait();
+    return done;
+  }
+  void abort() override {
+    work_->abort();
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  std::latch* gate_;
+};
+
+// Receives are late, or held back until the gate opens if there is one.
 class LateGroup : public c10d::ProcessGroup {
  public:
-  explicit LateGroup(Group group)
+  explicit LateGroup(Group group, std::latch* gate = nullptr)
       : ProcessGroup(group->getRank(), group->getSize()),
-        group_(std::move(group)) {}
+        group_(std::move(group)),
+        gate_(gate) {}
   c10::intrusive_ptr<c10d::Work>
   send(std::vector<at::Tensor>& tensors, int to, int tag) override {
     return group_->send(tensors, to, tag);
   }
   c10::intrusive_ptr<c10d::Work>
   recv(std::vector<at::Tensor>& tensors, int from, int tag) override {
-    return c10::make_intrusive<LateWork>(group_->recv(tensors, from, tag));
+    auto work = group_->recv(tensors, from, tag);
+    if (gate_ != nullptr) {
+      return c10::make_intrusive<HeldWork>(std::move(work), gate_);
+    }
+    return c10::make_intrusive<LateWork>(std::move(work));
   }
 
  private:
   Group group_;
+  std::latch* gate_;
 };
 
 TEST(PipelineLateWaits, MessagesThatCameWholeAreTaken) {
@@ -110,6 +137,43 @@ TEST(PipelineLateWaits, LastWordsAreHeard) {
     links.close();
   });
   EXPECT_EQ(errors, std::vector<std::string>(2));
+}
+
+// A hub that was stopped hears what a rank said that has left since, although
+// another message came before, and names the same.
+TEST(PipelineLateWaits, LastWordsAreHeardBehindAnotherMessage) {
+  std::latch gate(1);
+  std::vector<std::string> failures(2);
+  const auto errors = on_ranks(2, [&](int rank, const Group& group) {
+    TransportOptions options;
+    options.timeout = rank == 1 ? 0.5 : 60;
+    Transport links(
+        rank == 1 ? group : Group(c10::make_intrusive<LateGroup>(group, &gate)),
+        options);
+    links.begin(1, false);
+    if (rank == 1) {
+      Header header;
+      header.source = 1;
+      EXPECT_EQ(
+          links.send(0, Channel::kControl, header, {}, 60), Outcome::kDone);
+      links.fail(structure_of({1, 1, 5, "1F5", "ValueError", "why"}));
+      failures[1] = links.failure();
+      links.close();
+      gate.count_down();
+      return;
+    }
+    Header expected;
+    expected.source = 1;
+    for (const Outcome outcome : {Outcome::kDone, Outcome::kLost}) {
+      const int64_t ticket = links.receive(1, Channel::kControl, expected);
+      EXPECT_EQ(links.wait(ticket, 20), outcome);
+    }
+    failures[0] = links.failure();
+    links.close();
+  });
+  EXPECT_EQ(errors, std::vector<std::string>(2));
+  EXPECT_NE(failures[0].find("rank 0 did not answer"), std::string::npos);
+  EXPECT_EQ(failures[0], failures[1]);
 }
 
 } // namespace

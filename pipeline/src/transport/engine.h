@@ -170,6 +170,10 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   // When fewer than these are left it is time for more, all at once: the sender
   // hears of each, and to hear of several together disturbs it once.
   static constexpr size_t kFew = 8;
+  // Control messages of a peer that may arrive while this process does not run:
+  // how steps ended, one of them later, and a report. What a rank says before
+  // it leaves must not wait for the receive after that of another message.
+  static constexpr size_t kControlAhead = 4;
   // How often waits are looked at. A caller with signals to serve waits in
   // slices of this order.
   static constexpr std::chrono::milliseconds kTick{50};
@@ -236,6 +240,7 @@ class Transport::Engine : public std::enable_shared_from_this<Engine> {
   void launch(Incoming& link, void (Engine::*run)(Incoming&));
   void run_incoming(Incoming& link);
   void run_control(Incoming& link);
+  void post_control(Incoming& link, std::deque<Receipt>& ahead);
   void run_delayed();
   std::optional<Time> post_due(int64_t* peer);
   bool await(Incoming& link, const Work& work);

@@ -81,18 +81,37 @@ void Transport::Engine::run_incoming(Incoming& link) {
   }
 }
 
+// Begins to receive the next control messages. A peer that is gone may have
+// said something before: that comes first.
+void Transport::Engine::post_control(
+    Incoming& link,
+    std::deque<Receipt>& ahead) {
+  const Lock lock(mutex_);
+  while (ahead.size() < kControlAhead) {
+    Receipt receipt;
+    receipt.channel = Channel::kControl;
+    receipt.buffer = take_buffer(link);
+    try {
+      receipt.works.push_back(
+          post_receive(link, receipt.buffer, link.tag + kFrameTag));
+    } catch (const std::exception&) {
+      if (ahead.empty()) {
+        throw;
+      }
+      return;
+    }
+    ahead.push_back(std::move(receipt));
+  }
+}
+
 // Control messages are received before anyone asks, because an alarm may come
 // at any time.
 void Transport::Engine::run_control(Incoming& link) {
+  std::deque<Receipt> ahead;
   while (true) {
-    Receipt receipt;
-    receipt.channel = Channel::kControl;
-    {
-      const Lock lock(mutex_);
-      receipt.buffer = take_buffer(link);
-      receipt.works.push_back(
-          post_receive(link, receipt.buffer, link.tag + kFrameTag));
-    }
+    post_control(link, ahead);
+    Receipt receipt = std::move(ahead.front());
+    ahead.pop_front();
     if (!complete(link, receipt)) {
       return;
     }
