@@ -340,6 +340,8 @@ def wrong_options(rank: int, ranks: int) -> list[str]:
         ({0: {"routes": {"skip": 5}}}, {}),
         ({}, {"reduce": "median"}),
         ({}, {"hook": (None, print)}),
+        ({}, {"hook": print if rank == 1 else None}),
+        ({}, {"hook": (None, 3)}),
         ({}, {"seed": rank}),
         ({}, {"deterministic": rank == 1}),
     ]
@@ -347,7 +349,7 @@ def wrong_options(rank: int, ranks: int) -> list[str]:
         try:
             runner_of(chain(ranks), schedule, rank, stages, **options)
             texts.append("nothing")
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             texts.append(str(error))
     dist.barrier()
     return texts

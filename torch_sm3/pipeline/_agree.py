@@ -54,6 +54,7 @@ def agree(
     loss_fn: Callable[..., Any] | None,
     options: Options,
     replicas: dist.ProcessGroup | None,
+    hook: Any = None,
 ) -> Agreement:
     """Check the arguments of a runner on all ranks together.
 
@@ -66,6 +67,7 @@ def agree(
         loss_fn: loss of the last stage.
         options: the rest.
         replicas: the ranks with the same stages.
+        hook: what reduces over them.
 
     Returns:
         What all ranks know of each other.
@@ -77,7 +79,7 @@ def agree(
         "", "", options, str(_library.BUILD_INFO["version"]), None, [], {}, []
     )
     try:
-        _check_kinds(stages, schedule, loss_fn, replicas)
+        _check_kinds(stages, schedule, loss_fn, replicas, hook)
         record = record._replace(
             schedule=f"{schedule.kind} of {schedule.ranks} ranks and "
             f"{schedule.microbatches} microbatches",
@@ -144,7 +146,9 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 
-def _check_kinds(stages: Any, schedule: Any, loss_fn: Any, replicas: Any) -> None:
+def _check_kinds(
+    stages: Any, schedule: Any, loss_fn: Any, replicas: Any, hook: Any
+) -> None:
     """Refuse arguments of another kind; here, so that no rank waits for this one."""
     if not isinstance(schedule, Schedule):
         refuse("a Schedule", schedule, "schedule")
@@ -162,6 +166,10 @@ def _check_kinds(stages: Any, schedule: Any, loss_fn: Any, replicas: Any) -> Non
         refuse("a function of output and target", loss_fn, "loss_fn")
     if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
         refuse("a process group that this rank is in", replicas, "data_parallel")
+    if hook is not None and not (isinstance(hook, Sequence) and len(hook) == 2):
+        refuse("(state, function), a communication hook as of DDP", hook, "hook")
+    if hook is not None and not callable(hook[1]):
+        refuse("a function of state and bucket", hook[1], "hook")
 
 
 def _check(

@@ -90,7 +90,15 @@ class Parts:
                 data_parallel = ddp.process_group
         try:
             known = agree(
-                own, self.rank, size, stages, schedule, loss_fn, options, data_parallel
+                own,
+                self.rank,
+                size,
+                stages,
+                schedule,
+                loss_fn,
+                options,
+                data_parallel,
+                hook,
             )
         except BaseException:
             if own is not None:

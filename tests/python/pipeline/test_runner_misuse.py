@@ -111,6 +111,9 @@ def test_options_are_checked_on_all_ranks(pools: Pools) -> None:
             "expected a route to one of 2 stages, but got 5 (argument 'routes')",
             "expected reduce in {mean, sum, adasum, None}, but got 'median'",
             "expected data_parallel, the group of the hook's ranks, but got None",
+            "expected (state, function), a communication hook as of DDP, but got "
+            "builtin_function_or_method (argument 'hook'), on rank 1",
+            "expected a function of state and bucket, but got int (argument 'hook')",
             "expected 0 as on rank 0, but got 1 on rank 1 (argument 'seed')",
             "expected False as on rank 0, but got True on rank 1",
         ],
