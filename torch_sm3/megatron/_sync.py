@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When Megatron's data parallelism reduces gradients: in the last microbatch only."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_sm3.megatron._call import Call
+from torch_sm3.megatron.env import Environment
+
+
+class GradientSync:
+    """Holds the reduction of gradients back until a chunk's last backward.
+
+    Args:
+        call: of the forward-backward function.
+        env: the Megatron.
+    """
+
+    def __init__(self, call: Call, env: Environment) -> None:
+        self._call = call
+        self._alone = env.stages == 1
+        self._first = env.rank == 0
+        self._held: AbstractContextManager[Any] | None = None
+        self._no_sync = _no_sync_of(call)
+        self._grad_sync = _each(_option(call, "grad_sync_func"), len(call.chunks))
+
+    def __enter__(self) -> GradientSync:
+        self._hold()
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._release()
+        if kind is None:
+            for chunk, sync in zip(self._call.chunks, self._grad_sync, strict=True):
+                if sync is not None and not self._alone:
+                    sync(chunk.parameters())
+
+    def before_forward(self, chunk: int, microbatch: int) -> None:
+        """Prepare for a forward.
+
+        Args:
+            chunk: the chunk.
+            microbatch: the microbatch.
+        """
+        # torch's DDP prepares its reduction in the forward.
+        if self._alone and microbatch == self._call.microbatches - 1:
+            self._release()
+        elif not self._call.forward_only:
+            self._hold()
+
+    def before_backward(self, chunk: int, microbatch: int) -> None:
+        """Prepare for a backward.
+
+        Args:
+            chunk: the chunk.
+            microbatch: the microbatch.
+        """
+        if self._alone:
+            return
+        last = microbatch == self._call.microbatches - 1
+        if last and (self._grad_sync[chunk] is None or self._first):
+            self._release()
+        else:
+            self._hold()
+
+    def _hold(self) -> None:
+        if self._held is None:
+            self._held = self._no_sync()
+            self._held.__enter__()
+
+    def _release(self) -> None:
+        if self._held is not None:
+            held, self._held = self._held, None
+            held.__exit__(None, None, None)
+
+
+def _option(call: Call, name: str) -> Any:
+    """Return an option of the configuration, or of the call where it is one."""
+    return call.given.get(name, getattr(call.config, name, None))
+
+
+def _each(option: Any, chunks: int) -> list[Any]:
+    return list(option) if isinstance(option, (list, tuple)) else [option] * chunks
+
+
+def _no_sync_of(call: Call) -> Callable[[], AbstractContextManager[Any]]:
+    functions = _each(_option(call, "no_sync_func"), 1)
+    if functions == [None]:
+        functions = [
+            chunk.no_sync
+            for chunk in call.chunks
+            if isinstance(chunk, DistributedDataParallel)
+        ]
+
+    def entered() -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        for function in functions:
+            stack.enter_context(function())
+        return stack
+
+    return entered if functions else contextlib.nullcontext

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plug asks of a Megatron: arguments, timers, groups, number of microbatches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_sm3.megatron.detect import Package
+
+
+class Environment:
+    """One Megatron, asked in the same way whatever its generation.
+
+    Args:
+        package: the Megatron.
+
+    Attributes:
+        package: the Megatron.
+        state: its module of parallel groups.
+    """
+
+    def __init__(self, package: Package) -> None:
+        self.package = package
+        self.state: Any = package.modules["state"]
+
+    def args(self) -> Any:
+        """Return Megatron's arguments; None for megatron-core alone."""
+        module: Any = self.package.modules.get("globals")
+        return None if module is None else module.get_args()
+
+    def timers(self) -> Any:
+        """Return Megatron's timers; None for megatron-core alone."""
+        module: Any = self.package.modules.get("globals")
+        return None if module is None else module.get_timers()
+
+    def microbatches(self) -> int:
+        """Return the number of microbatches of the step at hand."""
+        module: Any = self.package.modules["microbatches"]
+        return int(module.get_num_microbatches())
+
+    # --- parallel groups ---------------------------------------------------
+
+    @property
+    def stages(self) -> int:
+        """Number of ranks of a pipeline."""
+        return int(self.state.get_pipeline_model_parallel_world_size())
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank in its pipeline."""
+        return int(self.state.get_pipeline_model_parallel_rank())
+
+    @property
+    def chunks(self) -> int | None:
+        """Number of chunks of a rank; None without interleaving."""
+        get = getattr(self.state, "get_virtual_pipeline_model_parallel_world_size", None)
+        size = None if get is None else get()
+        if size is None and get is None:
+            size = getattr(self.args(), "virtual_pipeline_model_parallel_size", None)
+        return size
+
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        """Return the ranks of this rank's pipeline; None without a process group."""
+        if not dist.is_initialized():
+            return None
+        group = self.state.get_pipeline_model_parallel_group()
+        # Some releases keep one group for each decoder rank behind an encoder's.
+        return group[0] if isinstance(group, list) else group
+
+    def replicas(self) -> dist.ProcessGroup | None:
+        """Return the ranks with the same stages as this one."""
+        if not dist.is_initialized():
+            return None
+        return call_with(self.state.get_data_parallel_group, with_context_parallel=True)
+
+    def context_size(self, given: Mapping[str, Any]) -> int:
+        """Return the number of ranks that share a sequence.
+
+        Args:
+            given: arguments of a forward-backward function, which may bring groups.
+        """
+        groups = given.get("pg_collection") or given.get("grad_finalize_pgs")
+        if getattr(groups, "cp", None) is not None:
+            return int(groups.cp.size())
+        get = getattr(self.state, "get_context_parallel_world_size", None)
+        return 1 if get is None else int(get())
+
+    def enter_chunk(self, chunk: int) -> None:
+        """Let Megatron know which chunk of this rank is at work."""
+        if self.chunks is not None:
+            self.state.set_virtual_pipeline_model_parallel_rank(chunk)
+
+
+def call_with(function: Callable[..., Any], /, *positions: Any, **known: Any) -> Any:
+    """Call a function with those of some keywords that it names.
+
+    Args:
+        function: the function.
+        *positions: positional arguments.
+        **known: what is there to pass.
+    """
+    names = inspect.signature(function).parameters
+    return function(*positions, **{k: v for k, v in known.items() if k in names})
+
+
+def unwrapped(module: torch.nn.Module) -> Any:
+    """Return a model without the wrappers of data parallelism and precision."""
+    while hasattr(module, "module") and not hasattr(module, "set_input_tensor"):
+        module = module.module
+    return module

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put the plug into a Megatron, and take it out."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch_sm3.megatron.detect import Package, detect
+from torch_sm3.megatron.env import Environment
+from torch_sm3.megatron.schedules import Schedules
+from torch_sm3.pipeline import Schedule
+
+
+class Rebound(NamedTuple):
+    """A name of a module that holds another function now.
+
+    Attributes:
+        module: the module.
+        name: its attribute.
+        old: what it held.
+        new: what it holds.
+    """
+
+    module: ModuleType
+    name: str
+    old: Callable[..., Any]
+    new: Callable[..., Any]
+
+
+class Installation:
+    """What :func:`install` changed.
+
+    Args:
+        package: the Megatron.
+        functions: new functions by the name of the old ones.
+        schedules: what runs them.
+
+    Attributes:
+        rebound: the names that were changed.
+    """
+
+    def __init__(
+        self,
+        package: Package,
+        functions: dict[str, Callable[..., Any]],
+        schedules: Schedules | None,
+    ) -> None:
+        self.package = package
+        self._schedules = schedules
+        self._new = {
+            id(package.functions[name].function): new for name, new in functions.items()
+        }
+        self._old = [package.functions[name].function for name in functions]
+        self.functions = functions
+        self.rebound: list[Rebound] = []
+
+    @property
+    def generation(self) -> str:
+        """The generation of Megatron that was found."""
+        return self.package.generation
+
+    def check(self) -> list[tuple[str, str]]:
+        """Return modules and names that hold an old function, imported since."""
+        return [(module.__name__, name) for module, name, _ in self._references()]
+
+    def rebind(self) -> None:
+        """Let every module that holds an old function hold the new one."""
+        try:
+            for module, name, old in self._references():
+                new = self._new[id(old)]
+                self.rebound.append(Rebound(module, name, old, new))
+                setattr(module, name, new)
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Put the old functions back, the last one first."""
+        while self.rebound:
+            module, name, old, new = self.rebound.pop()
+            if vars(module).get(name) is new:
+                setattr(module, name, old)
+        if self._schedules is not None:
+            self._schedules.close()
+
+    def _references(self) -> list[tuple[ModuleType, str, Callable[..., Any]]]:
+        found = []
+        for module in list(sys.modules.values()):
+            if not isinstance(module, ModuleType) or _ours(module):
+                continue
+            for name, value in list(vars(module).items()):
+                if id(value) in self._new and any(value is old for old in self._old):
+                    found.append((module, name, value))
+        return found
+
+    def __str__(self) -> str:
+        rows = [("module", "name", "old", "new")]
+        for module, name, old, new in self.rebound:
+            rows.append((module.__name__, name, _described(old), _described(new)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [f"{self.package.name}: generation {self.generation}"]
+        for row in rows:
+            cells = (c.ljust(w) for c, w in zip(row, widths, strict=True))
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
+
+
+_current: Installation | None = None
+
+
+def install(
+    megatron_module: ModuleType | None = None,
+    *,
+    schedule: str | Schedule | None = "auto",
+    optimizer: str | Callable[..., Any] | None = "sm3",
+    reduction: str | None = None,
+    optimizer_args: dict[str, Any] | None = None,
+    pipeline_args: dict[str, Any] | None = None,
+    post_validate: bool = False,
+    strict_log: bool = False,
+) -> Installation:
+    """Put schedules, SM3 and Adasum into an imported Megatron."""
+    global _current
+    if _current is not None:
+        raise RuntimeError(
+            "install: expected no installation, but got one of generation "
+            f"{_current.generation}; call restore() first"
+        )
+    package = detect(_imported(megatron_module))
+    env = Environment(package)
+    functions: dict[str, Callable[..., Any]] = {}
+    schedules = None
+    if schedule is not None:
+        schedules = Schedules(env, schedule, pipeline_args or {})
+        functions.update(schedules.functions())
+    installation = Installation(package, functions, schedules)
+    installation.rebind()
+    _current = installation
+    return installation
+
+
+def restore() -> None:
+    """Take the plug out: every module holds the functions that it held before."""
+    global _current
+    if _current is not None:
+        installation, _current = _current, None
+        installation.undo()
+
+
+@contextmanager
+def installed(*args: Any, **kwargs: Any) -> Iterator[Installation]:
+    """Install for the length of a block; see :func:`install`."""
+    installation = install(*args, **kwargs)
+    try:
+        yield installation
+    finally:
+        restore()
+
+
+def _imported(module: ModuleType | None) -> ModuleType:
+    if module is not None:
+        return module
+    try:
+        return importlib.import_module("megatron")
+    except ModuleNotFoundError as error:
+        raise MissingError from error
+
+
+class MissingError(RuntimeError):
+    """There is no Megatron."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "install: expected an imported Megatron package, but found none (argument "
+            "'megatron_module')"
+        )
+
+
+def _ours(module: ModuleType) -> bool:
+    return module.__name__.split(".")[0] == "torch_sm3"
+
+
+def _described(function: Callable[..., Any]) -> str:
+    code = getattr(function, "__code__", None)
+    home = function.__module__ if code is None else code.co_filename
+    name = "torch_sm3" if "torch_sm3" in home else function.__module__
+    return f"{name}.{function.__name__}"

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's forward-backward functions on top of the pipeline runtime."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_sm3.megatron._call import Call, read_call
+from torch_sm3.megatron._engine import Engine, Result
+from torch_sm3.megatron.detect import Found
+from torch_sm3.megatron.env import Environment, call_with
+from torch_sm3.pipeline import Schedule, plan
+
+_KINDS = {
+    "forward_backward_no_pipelining": "none",
+    "forward_backward_pipelining": "1f1b",
+    "forward_backward_pipelining_without_interleaving": "1f1b",
+    "forward_backward_pipelining_with_interleaving": "interleaved",
+}
+
+
+class Schedules:
+    """The forward-backward functions of one Megatron.
+
+    Args:
+        env: the Megatron.
+        schedule: what is run in place of the kind that Megatron would choose, or
+            ``"auto"``.
+        options: of the runner.
+    """
+
+    def __init__(
+        self, env: Environment, schedule: str | Schedule, options: dict[str, Any]
+    ) -> None:
+        self._env = env
+        self._schedule = schedule
+        self._options = options
+        self._engines: dict[Any, Engine] = {}
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """Return the functions that take the place of Megatron's, by name."""
+        known = self._env.package.functions
+        made = {name: self._entry(known[name]) for name in _KINDS if name in known}
+        if "get_forward_backward_func" in known:
+            made["get_forward_backward_func"] = self._selector(
+                known["get_forward_backward_func"], made
+            )
+        return made
+
+    def close(self) -> None:
+        """Give all groups back."""
+        while self._engines:
+            self._engines.popitem()[1].close()
+
+    def _entry(self, found: Found) -> Callable[..., Any]:
+        signature = inspect.signature(found.function)
+
+        @functools.wraps(found.function)
+        def entry(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            call = read_call(self._env, given.arguments)
+            return self._run(_KINDS[found.name], call)
+
+        return entry
+
+    def _selector(
+        self, found: Found, entries: dict[str, Callable[..., Any]]
+    ) -> Callable[..., Any]:
+        signature = inspect.signature(found.function)
+
+        @functools.wraps(found.function)
+        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            stages = given.get("pp_size") or self._env.stages
+            chunks = given.get("vp_size") or self._env.chunks
+            if stages == 1:
+                return entries["forward_backward_no_pipelining"]
+            how = "without" if chunks is None else "with"
+            return entries[f"forward_backward_pipelining_{how}_interleaving"]
+
+        return get_forward_backward_func
+
+    def _run(self, kind: str, call: Call) -> list[Any]:
+        config, timers = call.config, call.given.get("timers")
+        timers = timers or getattr(config, "timers", None)
+        timed = timers is not None and self._env.package.at_least("D2")
+        if timed:
+            barrier = getattr(config, "barrier_with_L1_time", False)
+            timers("forward-backward", log_level=1).start(barrier=barrier)
+        result = self._engine(kind, call).run(call)
+        if not call.forward_only:
+            self._finalize(call, result)
+        if timed:
+            timers("forward-backward").stop()
+        return result.store
+
+    def _engine(self, kind: str, call: Call) -> Engine:
+        """Return the engine of a call; ranks come here together."""
+        group = getattr(call.config, "microbatch_group_size_per_vp_stage", None)
+        # An evaluation may have any number of microbatches.
+        planned = None if call.forward_only else call.microbatches
+        key = tuple(map(id, call.chunks)), kind, group
+        for known, engine in self._engines.items():
+            if known[0] == key and planned in (None, known[1]):
+                return engine
+        self.close()
+        schedule = self._planned(kind, call, group)
+        engine = Engine(self._env, call.chunks, schedule, self._options)
+        self._engines[key, call.microbatches] = engine
+        return engine
+
+    def _planned(self, kind: str, call: Call, group: int | None) -> Schedule:
+        if isinstance(self._schedule, Schedule):
+            return self._schedule
+        name = kind if self._schedule == "auto" or kind == "none" else self._schedule
+        options: dict[str, Any] = {}
+        if len(call.chunks) > 1:
+            options["chunks"] = len(call.chunks)
+        if name == "interleaved" and group is not None:
+            options["group_size"] = group
+        return plan(name, self._env.stages, call.microbatches, **options)
+
+    def _finalize(self, call: Call, result: Result) -> None:
+        """Let Megatron reduce gradients over replicas and ties, from core 0.4 on."""
+        finalize = getattr(call.config, "finalize_model_grads_func", None)
+        if finalize is None:
+            return
+        tokens = None
+        if getattr(call.config, "calculate_per_token_loss", False):
+            tokens = result.tokens
+        call_with_known(
+            finalize,
+            call.chunks,
+            tokens,
+            pg_collection=call.given.get("pg_collection"),
+            grad_finalize_pgs=call.given.get("grad_finalize_pgs"),
+            force_all_reduce=call.given.get("force_all_reduce"),
+        )
+
+
+def call_with_known(function: Callable[..., Any], *positions: Any, **known: Any) -> Any:
+    """Call a function with as many positions and keywords as it takes."""
+    parameters = inspect.signature(function).parameters
+    counted = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    places = [p for p in parameters.values() if p.kind in counted]
+    return call_with(function, *positions[: len(places)], **known)
