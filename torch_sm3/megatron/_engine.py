@@ -12,7 +12,7 @@ from torch import nn
 
 from torch_sm3.megatron._call import Call, forward
 from torch_sm3.megatron._sync import GradientSync
-from torch_sm3.megatron.env import Environment
+from torch_sm3.megatron.env import Environment, at_home
 from torch_sm3.pipeline import PipelineRunner, Schedule, Stage
 
 
@@ -96,7 +96,8 @@ class Engine:
         numbers = list(range(call.microbatches))
         self._sync = GradientSync(call, self._env)
         try:
-            with contextlib.nullcontext() if call.forward_only else self._sync:
+            still = contextlib.nullcontext() if call.forward_only else self._sync
+            with still, at_home(call.chunks[0]):
                 if call.forward_only:
                     self._runner.eval(microbatches=numbers)
                 else:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -113,3 +115,18 @@ def unwrapped(module: torch.nn.Module) -> Any:
     while hasattr(module, "module") and not hasattr(module, "set_input_tensor"):
         module = module.module
     return module
+
+
+def at_home(module: torch.nn.Module) -> AbstractContextManager[Any]:
+    """Let code that asks for the current CUDA device get the CPU, if a model is there.
+
+    Megatron's models take buffers on the current CUDA device, which a model on the CPU
+    has no use for, and which need not exist.
+
+    Args:
+        module: the model.
+    """
+    parameter = next(module.parameters(), None)
+    if parameter is None or parameter.device.type != "cpu":
+        return nullcontext()
+    return mock.patch("torch.cuda.current_device", return_value=parameter.device)
