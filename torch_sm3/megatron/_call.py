@@ -47,7 +47,10 @@ def read_call(env: Environment, given: Mapping[str, Any]) -> Call:
     model = given["model"]
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     data = given["data_iterator"]
-    many = isinstance(data, (list, tuple))
+    # The only batch of a fine-tuning step may be a list, too.
+    many = isinstance(data, (list, tuple)) and (
+        len(chunks) > 1 or (len(data) == 1 and hasattr(data[0], "__next__"))
+    )
     iterators = list(data) if many else [data] * len(chunks)
     if len(iterators) != len(chunks):
         raise ValueError(
@@ -67,7 +70,11 @@ def read_call(env: Environment, given: Mapping[str, Any]) -> Call:
         given["forward_step_func"],
         iterators,
         chunks,
-        int(given["num_microbatches"] if "num_microbatches" in given else env.microbatches()),
+        int(
+            given["num_microbatches"]
+            if "num_microbatches" in given
+            else env.microbatches()
+        ),
         bool(given.get("forward_only", False)),
         bool(given.get("collect_non_loss_data", False)),
         scale,

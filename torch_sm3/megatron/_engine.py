@@ -29,9 +29,11 @@ class Result(NamedTuple):
 
 
 class _Body(nn.Module):
-    """A chunk as a stage: called with what the stage before sent, and the microbatch."""
+    """A chunk as a stage, called with what the stage before sent and a number."""
 
-    def __init__(self, run: Callable[[int, Any, int], Any], number: int, chunk: nn.Module):
+    def __init__(
+        self, run: Callable[[int, Any, int], Any], number: int, chunk: nn.Module
+    ):
         super().__init__()
         self.chunk = chunk
         self._run = run
@@ -79,7 +81,9 @@ class Engine:
             group=env.pipeline_group(),
             loss_fn=_loss,
             loss_reduction="sum",
-            data_parallel=env.replicas() if torch.distributed.is_initialized() else None,
+            data_parallel=env.replicas()
+            if torch.distributed.is_initialized()
+            else None,
             reduce=None,
             share_loss=False,
             **options,

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_sm3.megatron._call import Call

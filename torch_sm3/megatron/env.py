@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plug asks of a Megatron: arguments, timers, groups, number of microbatches."""
+"""What the plug asks of a Megatron: arguments, timers, groups, microbatches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class Environment:
     @property
     def chunks(self) -> int | None:
         """Number of chunks of a rank; None without interleaving."""
-        get = getattr(self.state, "get_virtual_pipeline_model_parallel_world_size", None)
+        get = getattr(
+            self.state, "get_virtual_pipeline_model_parallel_world_size", None
+        )
         size = None if get is None else get()
         if size is None and get is None:
             size = getattr(self.args(), "virtual_pipeline_model_parallel_size", None)
@@ -87,8 +89,9 @@ class Environment:
             given: arguments of a forward-backward function, which may bring groups.
         """
         groups = given.get("pg_collection") or given.get("grad_finalize_pgs")
-        if getattr(groups, "cp", None) is not None:
-            return int(groups.cp.size())
+        group = getattr(groups, "cp", None)
+        if group is not None:
+            return int(group.size())
         get = getattr(self.state, "get_context_parallel_world_size", None)
         return 1 if get is None else int(get())
 
@@ -112,9 +115,19 @@ def call_with(function: Callable[..., Any], /, *positions: Any, **known: Any) ->
 
 def unwrapped(module: torch.nn.Module) -> Any:
     """Return a model without the wrappers of data parallelism and precision."""
-    while hasattr(module, "module") and not hasattr(module, "set_input_tensor"):
-        module = module.module
-    return module
+    model: Any = module
+    while hasattr(model, "module") and not hasattr(model, "set_input_tensor"):
+        model = model.module
+    return model
+
+
+def device_of(model: Any) -> torch.device:
+    """Return the device of a model or of its chunks."""
+    chunks = model if isinstance(model, (list, tuple)) else [model]
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            return parameter.device
+    return torch.device("cpu")
 
 
 def at_home(module: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -126,7 +139,7 @@ def at_home(module: torch.nn.Module) -> AbstractContextManager[Any]:
     Args:
         module: the model.
     """
-    parameter = next(module.parameters(), None)
-    if parameter is None or parameter.device.type != "cpu":
+    device = device_of(module)
+    if device.type != "cpu":
         return nullcontext()
-    return mock.patch("torch.cuda.current_device", return_value=parameter.device)
+    return mock.patch("torch.cuda.current_device", return_value=device)

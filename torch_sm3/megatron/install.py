@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch_sm3.megatron.detect import Package, detect
 from torch_sm3.megatron.env import Environment
 from torch_sm3.megatron.schedules import Schedules
+from torch_sm3.megatron.training import OldLoop
 from torch_sm3.pipeline import Schedule
 
 
@@ -138,6 +139,8 @@ def install(
     if schedule is not None:
         schedules = Schedules(env, schedule, pipeline_args or {})
         functions.update(schedules.functions())
+        if "training" in package.modules and not package.at_least("0.4"):
+            functions.update(OldLoop(env, schedules, strict_log).functions())
     installation = Installation(package, functions, schedules)
     installation.rebind()
     _current = installation

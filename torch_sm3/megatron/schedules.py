@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from torch_sm3.megatron._call import Call, read_call
 from torch_sm3.megatron._engine import Engine, Result
+from torch_sm3.megatron._timing import timed
 from torch_sm3.megatron.detect import Found
 from torch_sm3.megatron.env import Environment, call_with
 from torch_sm3.pipeline import Schedule, plan
@@ -53,6 +51,15 @@ class Schedules:
             )
         return made
 
+    def evaluate(self, given: Mapping[str, Any]) -> list[Any]:
+        """Run forwards only.
+
+        Args:
+            given: arguments of a forward-backward function by name.
+        """
+        kind = "none" if self._env.stages == 1 else "1f1b"
+        return self._run(kind, read_call(self._env, {**given, "forward_only": True}))
+
     def close(self) -> None:
         """Give all groups back."""
         while self._engines:
@@ -88,17 +95,13 @@ class Schedules:
         return get_forward_backward_func
 
     def _run(self, kind: str, call: Call) -> list[Any]:
-        config, timers = call.config, call.given.get("timers")
-        timers = timers or getattr(config, "timers", None)
-        timed = timers is not None and self._env.package.at_least("D2")
-        if timed:
-            barrier = getattr(config, "barrier_with_L1_time", False)
-            timers("forward-backward", log_level=1).start(barrier=barrier)
-        result = self._engine(kind, call).run(call)
-        if not call.forward_only:
-            self._finalize(call, result)
-        if timed:
-            timers("forward-backward").stop()
+        # Before core 0.4 the caller times it.
+        timers = getattr(call.config, "timers", None)
+        barrier = getattr(call.config, "barrier_with_L1_time", False)
+        with timed(timers, "forward-backward", 1, barrier):
+            result = self._engine(kind, call).run(call)
+            if not call.forward_only:
+                self._finalize(call, result)
         return result.store
 
     def _engine(self, kind: str, call: Call) -> Engine:
@@ -148,6 +151,9 @@ class Schedules:
 def call_with_known(function: Callable[..., Any], *positions: Any, **known: Any) -> Any:
     """Call a function with as many positions and keywords as it takes."""
     parameters = inspect.signature(function).parameters
-    counted = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    counted = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
     places = [p for p in parameters.values() if p.kind in counted]
     return call_with(function, *positions[: len(places)], **known)
