@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch_sm3.megatron.detect import Package, detect
 from torch_sm3.megatron.env import Environment
+from torch_sm3.megatron.optimizer import replacement
 from torch_sm3.megatron.schedules import Schedules
 from torch_sm3.megatron.training import OldLoop
 from torch_sm3.pipeline import Schedule
@@ -141,6 +142,9 @@ def install(
         functions.update(schedules.functions())
         if "training" in package.modules and not package.at_least("0.4"):
             functions.update(OldLoop(env, schedules, strict_log).functions())
+    if optimizer is not None and "get_megatron_optimizer" in package.functions:
+        made = replacement(env, optimizer, optimizer_args or {})
+        functions["get_megatron_optimizer"] = made
     installation = Installation(package, functions, schedules)
     installation.rebind()
     _current = installation

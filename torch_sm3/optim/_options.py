@@ -243,13 +243,15 @@ def check_param(param: Tensor, group: dict[str, Any]) -> None:
     expect(dense, "dense parameters", param.layout, "params")
     if is_lazy(param):
         return
+    # Megatron-LM of 2020 keeps a number under this name in its parameters.
+    strides = torch.Tensor.stride(param)
     shared = any(
         stride == 0 and size > 1
-        for stride, size in zip(param.stride(), param.shape, strict=True)
+        for stride, size in zip(strides, param.shape, strict=True)
     )
     expect(
         not shared,
         "parameters whose elements do not share memory",
-        f"strides {tuple(param.stride())}",
+        f"strides {tuple(strides)}",
         "params",
     )

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SM3 in the place of the optimizer that Megatron's wrappers drive."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from torch_sm3.megatron.detect import Found
+from torch_sm3.megatron.env import Environment
+from torch_sm3.optim import SM3
+
+Factory = Callable[[Any, Any], torch.optim.Optimizer]
+
+
+def replacement(
+    env: Environment, choice: str | Factory, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return what takes the place of ``get_megatron_optimizer``.
+
+    Megatron makes its parameter groups and its wrapper; only the optimizer between
+    them is another.
+
+    Args:
+        env: the Megatron.
+        choice: ``"sm3"``, or a function of parameter groups and Megatron's options.
+        options: arguments of SM3.
+    """
+    found = env.package.functions["get_megatron_optimizer"]
+    signature = inspect.signature(found.function)
+
+    @functools.wraps(found.function)
+    def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        config = given.get("config") or env.args()
+        _check(config, choice)
+        make = choice if callable(choice) else _sm3(config, options)
+        with _replaced(found, config, make):
+            wrapper = found.function(*args, **kwargs)
+        for part in parts_of(wrapper):
+            _let_init_state(part)
+        return wrapper
+
+    return get_megatron_optimizer
+
+
+def parts_of(wrapper: Any) -> Iterator[Any]:
+    """Yield Megatron's wrappers of one optimizer each.
+
+    Args:
+        wrapper: such a wrapper, or a chain of them.
+    """
+    yield from getattr(wrapper, "chained_optimizers", None) or [wrapper]
+
+
+def _check(config: Any, choice: str | Factory) -> None:
+    name = "sm3" if choice == "sm3" else "another optimizer"
+    if getattr(config, "use_distributed_optimizer", False):
+        raise ValueError(
+            f"install: expected whole parameters for {name}, but got "
+            "--use-distributed-optimizer, which deals out flat pieces of them and "
+            "Adam's state; leave the flag out (argument 'optimizer')"
+        )
+    if getattr(config, "optimizer_cpu_offload", False):
+        raise ValueError(
+            f"install: expected {name} beside its parameters, but got "
+            "--optimizer-cpu-offload; leave the flag out (argument 'optimizer')"
+        )
+
+
+def _sm3(config: Any, options: Mapping[str, Any]) -> Factory:
+    def make(groups: Any, _: Any) -> torch.optim.Optimizer:
+        known = {"lr": config.lr, "weight_decay": config.weight_decay, **options}
+        return SM3(groups, **known)
+
+    return make
+
+
+@contextmanager
+def _replaced(found: Found, config: Any, make: Factory) -> Iterator[None]:
+    """Let Megatron make another optimizer where it would make its own."""
+
+    def made(groups: Any, *_: Any, **__: Any) -> torch.optim.Optimizer:
+        return make(groups, config)
+
+    module = found.module
+    # Adam's comes with Adam's state, where there is a choice.
+    name = "SGD" if hasattr(module, "SGD") else "Adam"
+    with mock.patch.object(module, name, made):
+        if name == "Adam":
+            yield
+            return
+        before, config.optimizer = config.optimizer, "sgd"
+        try:
+            yield
+        finally:
+            config.optimizer = before
+
+
+def _let_init_state(part: Any) -> None:
+    """Let a wrapper that makes the state before a checkpoint is loaded do so."""
+    optimizer = getattr(part, "optimizer", None)
+    if hasattr(part, "init_state_fn") and hasattr(optimizer, "init_state"):
+        part.init_state_fn = lambda inner, *_: inner.init_state()
