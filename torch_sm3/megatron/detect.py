@@ -19,6 +19,7 @@ _PLACES = {
     "optimizer": ("core.optimizer", "optimizer"),
     "state": ("core.parallel_state", "mpu"),
     "globals": ("training.global_vars", "global_vars"),
+    "arguments": ("training.arguments", "arguments"),
     "microbatches": ("core.num_microbatches_calculator", "training", ""),
 }
 _HOMES = {
@@ -147,6 +148,7 @@ def _holds(role: str, module: ModuleType) -> bool:
         "optimizer": "get_megatron_optimizer",
         "microbatches": "get_num_microbatches",
         "globals": "get_args",
+        "arguments": "parse_args",
     }
     return hasattr(module, names.get(role, "__name__"))
 

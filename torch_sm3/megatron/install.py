@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from torch_sm3.megatron._flags import replacements
 from torch_sm3.megatron.detect import Package, detect
 from torch_sm3.megatron.env import Environment
-from torch_sm3.megatron.optimizer import replacement
+from torch_sm3.megatron.optimizer import config_function, replacement
 from torch_sm3.megatron.schedules import Schedules
 from torch_sm3.megatron.training import OldLoop
 from torch_sm3.pipeline import Schedule
@@ -39,7 +40,7 @@ class Installation:
 
     Args:
         package: the Megatron.
-        functions: new functions by the name of the old ones.
+        changes: old functions, each with its new one.
         schedules: what runs them.
 
     Attributes:
@@ -49,16 +50,14 @@ class Installation:
     def __init__(
         self,
         package: Package,
-        functions: dict[str, Callable[..., Any]],
+        changes: list[tuple[Callable[..., Any], Callable[..., Any]]],
         schedules: Schedules | None,
     ) -> None:
         self.package = package
         self._schedules = schedules
-        self._new = {
-            id(package.functions[name].function): new for name, new in functions.items()
-        }
-        self._old = [package.functions[name].function for name in functions]
-        self.functions = functions
+        # By identity, since equal functions may be different ones; kept alive here.
+        self._changes = changes
+        self._new = {id(old): new for old, new in changes}
         self.rebound: list[Rebound] = []
 
     @property
@@ -96,7 +95,7 @@ class Installation:
             if not isinstance(module, ModuleType) or _ours(module):
                 continue
             for name, value in list(vars(module).items()):
-                if id(value) in self._new and any(value is old for old in self._old):
+                if id(value) in self._new:
                     found.append((module, name, value))
         return found
 
@@ -145,7 +144,13 @@ def install(
     if optimizer is not None and "get_megatron_optimizer" in package.functions:
         made = replacement(env, optimizer, optimizer_args or {})
         functions["get_megatron_optimizer"] = made
-    installation = Installation(package, functions, schedules)
+    changes = [(package.functions[n].function, new) for n, new in functions.items()]
+    if optimizer == "sm3":
+        if "arguments" in package.modules:
+            changes.extend(replacements(package.modules["arguments"]))
+        if (change := config_function(env)) is not None:
+            changes.append(change)
+    installation = Installation(package, changes, schedules)
     installation.rebind()
     _current = installation
     return installation

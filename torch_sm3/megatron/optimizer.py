@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 
+from torch_sm3.megatron._flags import options_of
 from torch_sm3.megatron.detect import Found
 from torch_sm3.megatron.env import Environment
 from torch_sm3.optim import SM3
@@ -40,7 +41,8 @@ def replacement(
         given = signature.bind(*args, **kwargs).arguments
         config = given.get("config") or env.args()
         _check(config, choice)
-        make = choice if callable(choice) else _sm3(config, options)
+        flags = options_of(_args(env))
+        make = choice if callable(choice) else _sm3(config, {**flags, **options})
         with _replaced(found, config, make):
             wrapper = found.function(*args, **kwargs)
         for part in parts_of(wrapper):
@@ -48,6 +50,29 @@ def replacement(
         return wrapper
 
     return get_megatron_optimizer
+
+
+def config_function(
+    env: Environment,
+) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return Megatron's function that reads its options, and one that knows SM3.
+
+    Args:
+        env: the Megatron; before 0.16 it has no such function.
+    """
+    module = env.package.modules.get("training")
+    function = getattr(module, "get_megatron_optimizer_config", None)
+    if function is None:
+        return None
+
+    @functools.wraps(function)
+    def get_megatron_optimizer_config(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if args.optimizer != "sm3":
+            return function(args, *rest, **kwargs)
+        with mock.patch.object(args, "optimizer", "sgd"):
+            return function(args, *rest, **kwargs)
+
+    return function, get_megatron_optimizer_config
 
 
 def parts_of(wrapper: Any) -> Iterator[Any]:
@@ -74,6 +99,14 @@ def _check(config: Any, choice: str | Factory) -> None:
         )
 
 
+def _args(env: Environment) -> Any:
+    """Return Megatron's arguments if there are any yet."""
+    try:
+        return env.args()
+    except AssertionError:
+        return None
+
+
 def _sm3(config: Any, options: Mapping[str, Any]) -> Factory:
     def make(groups: Any, _: Any) -> torch.optim.Optimizer:
         known = {"lr": config.lr, "weight_decay": config.weight_decay, **options}
@@ -90,17 +123,16 @@ def _replaced(found: Found, config: Any, make: Factory) -> Iterator[None]:
         return make(groups, config)
 
     module = found.module
-    # Adam's comes with Adam's state, where there is a choice.
-    name = "SGD" if hasattr(module, "SGD") else "Adam"
-    with mock.patch.object(module, name, made):
-        if name == "Adam":
+    if not hasattr(module, "SGD"):
+        with mock.patch.object(module, "Adam", made):
             yield
-            return
-        before, config.optimizer = config.optimizer, "sgd"
-        try:
-            yield
-        finally:
-            config.optimizer = before
+        return
+    # Adam would come with Adam's state.
+    with (
+        mock.patch.object(module, "SGD", made),
+        mock.patch.object(config, "optimizer", "sgd"),
+    ):
+        yield
 
 
 def _let_init_state(part: Any) -> None:
