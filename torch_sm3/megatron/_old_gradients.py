@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torch_sm3.megatron._timing import timed
+from torch_sm3.megatron.adasum import Adasum
 from torch_sm3.megatron.env import Environment, unwrapped
 
 
@@ -30,14 +32,23 @@ def clear(args: Any, chunks: list[Any], optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def reduce(env: Environment, chunks: list[Any], optimizer: Any) -> None:
+def reduce(
+    env: Environment, chunks: list[Any], optimizer: Any, adasum: Adasum | None
+) -> None:
     """Reduce gradients over replicas and tied weights.
 
     Args:
         env: the Megatron.
         chunks: of this rank.
         optimizer: Megatron's, which does all of it from June 2022 on.
+        adasum: takes the place of the mean over replicas, or None.
     """
+    held = nullcontext() if adasum is None else adasum.held_back(chunks)
+    with held:
+        _reduce(env, chunks, optimizer)
+
+
+def _reduce(env: Environment, chunks: list[Any], optimizer: Any) -> None:
     args, timers = env.args(), env.timers()
     if hasattr(optimizer, "reduce_model_grads"):
         with timed(timers, _before_levels("backward-reduce-model-grads", timers)):

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch_sm3.megatron._flags import replacements
+from torch_sm3.megatron.adasum import Adasum
 from torch_sm3.megatron.detect import Package, detect
 from torch_sm3.megatron.env import Environment
 from torch_sm3.megatron.optimizer import config_function, replacement
@@ -132,17 +133,20 @@ def install(
             "install: expected no installation, but got one of generation "
             f"{_current.generation}; call restore() first"
         )
+    _check(schedule, reduction)
     package = detect(_imported(megatron_module))
     env = Environment(package)
     functions: dict[str, Callable[..., Any]] = {}
     schedules = None
     if schedule is not None:
-        schedules = Schedules(env, schedule, pipeline_args or {})
+        adasum = None if reduction is None else Adasum(env)
+        schedules = Schedules(env, schedule, pipeline_args or {}, adasum)
         functions.update(schedules.functions())
         if "training" in package.modules and not package.at_least("0.4"):
             functions.update(OldLoop(env, schedules, strict_log).functions())
-    if optimizer is not None and "get_megatron_optimizer" in package.functions:
-        made = replacement(env, optimizer, optimizer_args or {})
+    wanted = optimizer is not None or reduction is not None
+    if wanted and "get_megatron_optimizer" in package.functions:
+        made = replacement(env, optimizer, optimizer_args or {}, reduction is not None)
         functions["get_megatron_optimizer"] = made
     changes = [(package.functions[n].function, new) for n, new in functions.items()]
     if optimizer == "sm3":
@@ -172,6 +176,19 @@ def installed(*args: Any, **kwargs: Any) -> Iterator[Installation]:
         yield installation
     finally:
         restore()
+
+
+def _check(schedule: Any, reduction: Any) -> None:
+    if reduction not in (None, "adasum"):
+        raise ValueError(
+            f"install: expected None or 'adasum', but got {reduction!r} (argument "
+            "'reduction')"
+        )
+    if reduction is not None and schedule is None:
+        raise ValueError(
+            "install: expected a schedule, since its end is where Adasum runs, but got "
+            "None (argument 'schedule')"
+        )
 
 
 def _imported(module: ModuleType | None) -> ModuleType:

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 
+from torch_sm3.megatron import adasum
 from torch_sm3.megatron._flags import options_of
 from torch_sm3.megatron.detect import Found
 from torch_sm3.megatron.env import Environment
@@ -21,7 +22,10 @@ Factory = Callable[[Any, Any], torch.optim.Optimizer]
 
 
 def replacement(
-    env: Environment, choice: str | Factory, options: Mapping[str, Any]
+    env: Environment,
+    choice: str | Factory | None,
+    options: Mapping[str, Any],
+    with_adasum: bool,
 ) -> Callable[..., Any]:
     """Return what takes the place of ``get_megatron_optimizer``.
 
@@ -30,8 +34,10 @@ def replacement(
 
     Args:
         env: the Megatron.
-        choice: ``"sm3"``, or a function of parameter groups and Megatron's options.
+        choice: ``"sm3"``, or a function of parameter groups and Megatron's options;
+            None for Megatron's own.
         options: arguments of SM3.
+        with_adasum: whether Adasum combines the gradients of replicas.
     """
     found = env.package.functions["get_megatron_optimizer"]
     signature = inspect.signature(found.function)
@@ -40,6 +46,11 @@ def replacement(
     def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         config = given.get("config") or env.args()
+        if with_adasum:
+            model = given.get("model", given.get("model_chunks"))
+            adasum.check(config, model if isinstance(model, list) else [model])
+        if choice is None:
+            return found.function(*args, **kwargs)
         _check(config, choice)
         flags = options_of(_args(env))
         make = choice if callable(choice) else _sm3(config, {**flags, **options})

@@ -11,6 +11,7 @@ from typing import Any
 from torch_sm3.megatron._call import Call, read_call
 from torch_sm3.megatron._engine import Engine, Result
 from torch_sm3.megatron._timing import timed
+from torch_sm3.megatron.adasum import Adasum
 from torch_sm3.megatron.detect import Found
 from torch_sm3.megatron.env import Environment, call_with
 from torch_sm3.pipeline import Schedule, plan
@@ -31,11 +32,17 @@ class Schedules:
         schedule: what is run in place of the kind that Megatron would choose, or
             ``"auto"``.
         options: of the runner.
+        adasum: combines gradients of replicas, or None.
     """
 
     def __init__(
-        self, env: Environment, schedule: str | Schedule, options: dict[str, Any]
+        self,
+        env: Environment,
+        schedule: str | Schedule,
+        options: dict[str, Any],
+        adasum: Adasum | None = None,
     ) -> None:
+        self.adasum = adasum
         self._env = env
         self._schedule = schedule
         self._options = options
@@ -62,6 +69,11 @@ class Schedules:
 
     def close(self) -> None:
         """Give all groups back."""
+        self._drop()
+        if self.adasum is not None:
+            self.adasum.close()
+
+    def _drop(self) -> None:
         while self._engines:
             self._engines.popitem()[1].close()
 
@@ -113,7 +125,7 @@ class Schedules:
         for known, engine in self._engines.items():
             if known[0] == key and planned in (None, known[1]):
                 return engine
-        self.close()
+        self._drop()
         schedule = self._planned(kind, call, group)
         engine = Engine(self._env, call.chunks, schedule, self._options)
         self._engines[key, call.microbatches] = engine
@@ -138,14 +150,15 @@ class Schedules:
         tokens = None
         if getattr(call.config, "calculate_per_token_loss", False):
             tokens = result.tokens
-        call_with_known(
-            finalize,
-            call.chunks,
-            tokens,
-            pg_collection=call.given.get("pg_collection"),
-            grad_finalize_pgs=call.given.get("grad_finalize_pgs"),
-            force_all_reduce=call.given.get("force_all_reduce"),
-        )
+        known = ("pg_collection", "grad_finalize_pgs", "force_all_reduce")
+        groups = {name: call.given.get(name) for name in known}
+        if self.adasum is None:
+            call_with_known(finalize, call.chunks, tokens, **groups)
+            return
+        with self.adasum.held_back(call.chunks):
+            call_with_known(finalize, call.chunks, None, **groups)
+            if tokens is not None:
+                self.adasum.divide_by_tokens(call.chunks, tokens)
 
 
 def call_with_known(function: Callable[..., Any], *positions: Any, **known: Any) -> Any:

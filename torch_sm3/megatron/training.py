@@ -68,7 +68,7 @@ class OldLoop:
         with timed(timers, "forward-backward" if levels else None, 1, barrier):
             losses = self._forward_backward(given, forward_only=False)
         self._empty_cache(1)
-        _old_gradients.reduce(self._env, chunks, optimizer)
+        _old_gradients.reduce(self._env, chunks, optimizer, self._schedules.adasum)
         self._vision(model, "cancel_gradients_last_layer")
         with timed(timers, "optimizer", 1, barrier):
             asks = hasattr(optimizer, "reduce_model_grads")
