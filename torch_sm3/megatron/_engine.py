@@ -14,6 +14,7 @@ from torch_sm3.megatron._call import Call, forward
 from torch_sm3.megatron._sync import GradientSync
 from torch_sm3.megatron.env import Environment, at_home
 from torch_sm3.pipeline import PipelineRunner, Schedule, Stage
+from torch_sm3.pipeline.schedule import Action
 
 
 class Result(NamedTuple):
@@ -54,6 +55,7 @@ class Engine:
         chunks: of this rank.
         schedule: what all ranks do.
         options: of the runner.
+        timed: whether actions are timed.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Engine:
         chunks: list[nn.Module],
         schedule: Schedule,
         options: dict[str, Any],
+        timed: bool,
     ) -> None:
         self._env = env
         self._last = schedule.stages - 1
@@ -86,7 +89,7 @@ class Engine:
             else None,
             reduce=None,
             share_loss=False,
-            **options,
+            **{"trace": timed, **options},
         )
 
     def run(self, call: Call) -> Result:
@@ -110,6 +113,10 @@ class Engine:
             self._call = self._sync = None
         tokens = [t for t in self._tokens if t is not None]
         return Result(self._store, sum(tokens[1:], tokens[0]) if tokens else None)
+
+    def timings(self) -> list[tuple[Action, float, float]]:
+        """Return what the actions of the latest step waited and ran."""
+        return self._runner.timings()
 
     def close(self) -> None:
         """Give the groups back."""

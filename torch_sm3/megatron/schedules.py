@@ -10,7 +10,7 @@ from typing import Any
 
 from torch_sm3.megatron._call import Call, read_call
 from torch_sm3.megatron._engine import Engine, Result
-from torch_sm3.megatron._timing import timed
+from torch_sm3.megatron._timing import add_actions, timed, wants_details
 from torch_sm3.megatron.adasum import Adasum
 from torch_sm3.megatron.detect import Found
 from torch_sm3.megatron.env import Environment, call_with
@@ -107,28 +107,33 @@ class Schedules:
         return get_forward_backward_func
 
     def _run(self, kind: str, call: Call) -> list[Any]:
-        # Before core 0.4 the caller times it.
-        timers = getattr(call.config, "timers", None)
+        # Before core 0.4 the caller times all of it.
+        own = getattr(call.config, "timers", None)
+        timers = call.given.get("timers") or own
         barrier = getattr(call.config, "barrier_with_L1_time", False)
-        with timed(timers, "forward-backward", 1, barrier):
-            result = self._engine(kind, call).run(call)
+        with timed(own, "forward-backward", 1, barrier):
+            details = wants_details(timers) and not call.forward_only
+            engine = self._engine(kind, call, details)
+            result = engine.run(call)
+            if details:
+                add_actions(timers, engine.timings())
             if not call.forward_only:
                 self._finalize(call, result)
         return result.store
 
-    def _engine(self, kind: str, call: Call) -> Engine:
+    def _engine(self, kind: str, call: Call, details: bool) -> Engine:
         """Return the engine of a call; ranks come here together."""
         group = getattr(call.config, "microbatch_group_size_per_vp_stage", None)
         # An evaluation may have any number of microbatches.
         planned = None if call.forward_only else call.microbatches
         key = tuple(map(id, call.chunks)), kind, group
         for known, engine in self._engines.items():
-            if known[0] == key and planned in (None, known[1]):
+            if known[0] == key and planned in (None, known[1]) and details <= known[2]:
                 return engine
         self._drop()
         schedule = self._planned(kind, call, group)
-        engine = Engine(self._env, call.chunks, schedule, self._options)
-        self._engines[key, call.microbatches] = engine
+        engine = Engine(self._env, call.chunks, schedule, self._options, details)
+        self._engines[key, call.microbatches, details] = engine
         return engine
 
     def _planned(self, kind: str, call: Call, group: int | None) -> Schedule:

@@ -11,6 +11,7 @@ from typing import Any
 from torch_sm3.pipeline._session import Session
 from torch_sm3.pipeline.costs import Costs
 from torch_sm3.pipeline.report import StepReport, report
+from torch_sm3.pipeline.schedule import Action
 
 
 class Records:
@@ -85,6 +86,32 @@ class Records:
         assert trace is not None, "all ranks get it"
         snapshots = self._session.snapshots()
         return replace(report(trace, costs), snapshots=snapshots)
+
+    def timings(self) -> list[tuple[Action, float, float]]:
+        r"""Return how long the actions of this rank took in its latest step.
+
+        Not collective. Needs ``trace=True``.
+
+        Returns:
+            For each action that ran: the action, the seconds that it waited for what
+            it needs, and the seconds that it ran.
+
+        Raises:
+            RuntimeError: if nothing was traced.
+
+        Example::
+
+            >>> import torch
+            >>> from torch_sm3.pipeline import PipelineRunner, Stage, plan
+            >>> runner = PipelineRunner(
+            ...     [Stage(torch.nn.Linear(4, 1), 0)], plan("none", 1, 2),
+            ...     loss_fn=torch.nn.functional.mse_loss, trace=True)
+            >>> result = runner.step(torch.randn(6, 4), target=torch.randn(6, 1))
+            >>> [action.text for action, waited, ran in runner.timings() if ran > 0][:3]
+            ['0F0', '0B0', '0F1']
+            >>> runner.close()
+        """
+        return self._session.timings()
 
     def save_trace(self, path: str | Path, costs: Costs | None = None) -> None:
         r"""Write the latest steps as JSON for ui.perfetto.dev.

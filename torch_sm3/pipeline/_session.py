@@ -18,6 +18,7 @@ from torch_sm3.pipeline._random import kept
 from torch_sm3.pipeline._result import StepResult
 from torch_sm3.pipeline._step import StepRun
 from torch_sm3.pipeline._work import Seeds, StepWork
+from torch_sm3.pipeline.schedule import Action
 from torch_sm3.pipeline.trace import Trace
 
 
@@ -39,6 +40,10 @@ class Session(Attempts):
         if problem is not None:
             raise problem
         return trace
+
+    def timings(self) -> list[tuple[Action, float, float]]:
+        """Return how long the actions of the latest step waited and ran."""
+        return self._tracing.latest()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the gradients of this rank's stages."""

@@ -41,6 +41,21 @@ class Tracing:
         if self._recorder is not None:
             self._recorder.add(number, row, run.stamps())
 
+    def latest(self) -> list[tuple[Action, float, float]]:
+        """Return the actions of the latest step, how long they waited and ran."""
+        self.check()
+        assert self._recorder is not None, "checked before"
+        if not self._recorder.steps:
+            return []
+        stamps = self._recorder.steps[-1]
+        row = self._parts.schedule.actions(self._parts.rank)
+        columns = zip(row, stamps.begin, stamps.ready, stamps.end, strict=True)
+        return [
+            (action, 1e-9 * (ready - begin), 1e-9 * (end - ready))
+            for action, begin, ready, end in columns
+            if begin
+        ]
+
     def check(self) -> None:
         """Refuse to tell what nobody recorded."""
         if self._recorder is None:
