@@ -18,6 +18,7 @@ _PLACES = {
     "training": ("training.training", "training"),
     "optimizer": ("core.optimizer", "optimizer"),
     "state": ("core.parallel_state", "mpu"),
+    "layers": ("core.tensor_parallel.layers", "mpu.layers"),
     "globals": ("training.global_vars", "global_vars"),
     "arguments": ("training.arguments", "arguments"),
     "microbatches": ("core.num_microbatches_calculator", "training", ""),

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch_sm3.megatron._flags import replacements
+from torch_sm3.megatron._linear import splittable
 from torch_sm3.megatron.adasum import Adasum
 from torch_sm3.megatron.detect import Package, detect
 from torch_sm3.megatron.env import Environment
@@ -149,6 +150,8 @@ def install(
         made = replacement(env, optimizer, optimizer_args or {}, reduction is not None)
         functions["get_megatron_optimizer"] = made
     changes = [(package.functions[n].function, new) for n, new in functions.items()]
+    if _splits(schedule) and "layers" in package.modules:
+        changes.extend(splittable(package.modules["layers"]))
     if optimizer == "sm3":
         if "arguments" in package.modules:
             changes.extend(replacements(package.modules["arguments"]))
@@ -189,6 +192,14 @@ def _check(schedule: Any, reduction: Any) -> None:
             "install: expected a schedule, since its end is where Adasum runs, but got "
             "None (argument 'schedule')"
         )
+
+
+def _splits(schedule: Any) -> bool:
+    """Whether a schedule lets weight gradients wait."""
+    if isinstance(schedule, Schedule):
+        rows = (schedule.actions(rank) for rank in range(schedule.ranks))
+        return any(action.op == "W" for row in rows for action in row)
+    return schedule in ("zb_h1", "zb_h2", "zbv", "v_half", "v_min", "dualpipe_v")
 
 
 def _imported(module: ModuleType | None) -> ModuleType:
