@@ -82,6 +82,17 @@ class Environment:
             return None
         return call_with(self.state.get_data_parallel_group, with_context_parallel=True)
 
+    def tensor_group(self, parameter: torch.Tensor) -> dist.ProcessGroup:
+        """Return the ranks that hold parts of a parameter.
+
+        Args:
+            parameter: the parameter, maybe of an expert.
+        """
+        expert = getattr(self.state, "get_expert_tensor_parallel_group", None)
+        if expert is not None and not getattr(parameter, "allreduce", True):
+            return expert()
+        return self.state.get_tensor_model_parallel_group()
+
     def context_size(self, given: Mapping[str, Any]) -> int:
         """Return the number of ranks that share a sequence.
 

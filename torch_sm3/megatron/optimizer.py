@@ -14,6 +14,7 @@ import torch
 
 from torch_sm3.megatron import adasum
 from torch_sm3.megatron._flags import options_of
+from torch_sm3.megatron._shards import TensorParallelSM3
 from torch_sm3.megatron.detect import Found
 from torch_sm3.megatron.env import Environment
 from torch_sm3.optim import SM3
@@ -36,7 +37,7 @@ def replacement(
         env: the Megatron.
         choice: ``"sm3"``, or a function of parameter groups and Megatron's options;
             None for Megatron's own.
-        options: arguments of SM3.
+        options: arguments of SM3, and ``tp_exact``.
         with_adasum: whether Adasum combines the gradients of replicas.
     """
     found = env.package.functions["get_megatron_optimizer"]
@@ -53,7 +54,7 @@ def replacement(
             return found.function(*args, **kwargs)
         _check(config, choice)
         flags = options_of(_args(env))
-        make = choice if callable(choice) else _sm3(config, {**flags, **options})
+        make = choice if callable(choice) else _sm3(env, {**flags, **options})
         with _replaced(found, config, make):
             wrapper = found.function(*args, **kwargs)
         for part in parts_of(wrapper):
@@ -118,10 +119,13 @@ def _args(env: Environment) -> Any:
         return None
 
 
-def _sm3(config: Any, options: Mapping[str, Any]) -> Factory:
-    def make(groups: Any, _: Any) -> torch.optim.Optimizer:
+def _sm3(env: Environment, options: Mapping[str, Any]) -> Factory:
+    def make(groups: Any, config: Any) -> torch.optim.Optimizer:
         known = {"lr": config.lr, "weight_decay": config.weight_decay, **options}
-        return SM3(groups, **known)
+        exact = known.pop("tp_exact", True)
+        if not exact or env.state.get_tensor_model_parallel_world_size() == 1:
+            return SM3(groups, **known)
+        return TensorParallelSM3(groups, env.tensor_group, **known)
 
     return make
 
