@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -26,9 +27,10 @@ _PLACES = {
 _HOMES = {
     **dict.fromkeys(list(SIGNATURES)[:7], "schedules"),
     "get_megatron_optimizer": "optimizer",
+    **dict.fromkeys(("finetune", "_train"), "tasks"),
 }
-# Functions of another package, which scripts of the old generations import.
-_ELSEWHERE = ("finetune", "_train")
+# Of a package beside Megatron, which its scripts for fine-tuning import.
+_TASKS = "tasks.finetune_utils"
 
 
 class MegatronSignatureError(RuntimeError):
@@ -96,7 +98,7 @@ def detect(package: ModuleType) -> Package:
     for name, rows in SIGNATURES.items():
         module = modules.get(_HOMES.get(name, "training"))
         function = getattr(module, name, None)
-        if name in _ELSEWHERE or module is None or not callable(function):
+        if module is None or not callable(function):
             continue
         tokens = tokens_of(function)
         match = _match(rows, tokens)
@@ -139,6 +141,10 @@ def _modules(package: ModuleType) -> dict[str, ModuleType]:
             if module is not None and _holds(role, module):
                 found[role] = module
                 break
+    tasks = sys.modules.get(_TASKS)
+    step = getattr(found.get("training"), "train_step", None)
+    if tasks is not None and step is not None and vars(tasks).get("train_step") is step:
+        found["tasks"] = tasks
     return found
 
 

@@ -163,6 +163,19 @@ def install(
     return installation
 
 
+def current() -> Installation:
+    """Return what is installed.
+
+    Raises:
+        RuntimeError: if nothing is.
+    """
+    if _current is None:
+        raise RuntimeError(
+            "megatron: expected an installation, but got none; call install() first"
+        )
+    return _current
+
+
 def restore() -> None:
     """Take the plug out: every module holds the functions that it held before."""
     global _current

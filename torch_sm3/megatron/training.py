@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torch_sm3.megatron import _old_gradients
+from torch_sm3.megatron._finetune import FineTuning
 from torch_sm3.megatron._log import Log
 from torch_sm3.megatron._timing import start, timed
 from torch_sm3.megatron.env import Environment, call_with, device_of, unwrapped
@@ -46,8 +47,12 @@ class OldLoop:
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Return the functions that take the place of Megatron's, by name."""
         made = {}
+        known = self._env.package.functions
+        if "_train" in known:
+            tuning = FineTuning(self._env)
+            made["_train"] = _by_name(known["_train"].function, tuning.train)
         for name in _NAMES:
-            found = self._env.package.functions.get(name)
+            found = known.get(name)
             if found is not None:
                 method = (
                     self._log.write if name == "training_log" else getattr(self, name)
