@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torch_sm3.megatron._user import user_step
 from torch_sm3.megatron.env import Environment, call_with
 
 
@@ -23,6 +24,7 @@ class Call(NamedTuple):
         collect: whether to collect other data than losses.
         scale: multiplies the loss, or None.
         config: of the model, from core 0.4 on.
+        per_token: whether the loss stays a sum until all tokens are counted.
         given: all arguments by name.
     """
 
@@ -34,6 +36,7 @@ class Call(NamedTuple):
     collect: bool
     scale: Callable[[torch.Tensor], torch.Tensor] | None
     config: Any
+    per_token: bool
     given: Mapping[str, Any]
 
 
@@ -66,8 +69,9 @@ def read_call(env: Environment, given: Mapping[str, Any]) -> Call:
     else:
         config = config_of(chunks[0])
         scale = config.grad_scale_func
+    per_token = bool(getattr(config, "calculate_per_token_loss", False))
     return Call(
-        given["forward_step_func"],
+        user_step(given["forward_step_func"], chunks, config, per_token),
         iterators,
         chunks,
         int(
@@ -79,6 +83,7 @@ def read_call(env: Environment, given: Mapping[str, Any]) -> Call:
         bool(given.get("collect_non_loss_data", False)),
         scale,
         config,
+        per_token,
         given,
     )
 
@@ -99,6 +104,7 @@ def forward(
     microbatch: int,
     value: Any,
     last: bool,
+    checkpoint: bool | None,
 ) -> tuple[Any, Any]:
     """Run Megatron's own forward step.
 
@@ -110,6 +116,7 @@ def forward(
         microbatch: the microbatch.
         value: of the stage before, None on the first.
         last: whether this is the last stage.
+        checkpoint: whether to recompute activations, None if Megatron does not ask.
 
     Returns:
         The output, on the last stage the loss over the number of microbatches, and
@@ -134,11 +141,22 @@ def forward(
         autocast_dtype=call.given.get("dtype") or torch.float,
         enable_autocast=call.given.get("enable_autocast", False),
         current_microbatch=microbatch,
+        checkpoint_activations_microbatch=checkpoint,
+        is_first_microbatch=_is_first(call, microbatch),
+        encoder_decoder_xattn=getattr(call.config, "encoder_decoder_xattn", False),
         vp_stage=chunk if len(call.chunks) > 1 else None,
         is_last_stage=last,
         cp_group_size=env.context_size(call.given),
     )
     return result if isinstance(result, tuple) else (result, None)
+
+
+def _is_first(call: Call, microbatch: int) -> bool:
+    """Whether weights that are kept in another precision are to be converted anew."""
+    first_step = call.given.get("first_val_step")
+    if call.forward_only and first_step is not None and not first_step:
+        return False
+    return microbatch == 0
 
 
 def _first_generation(

@@ -12,6 +12,7 @@ from torch import nn
 
 from torch_sm3.megatron._call import Call, forward
 from torch_sm3.megatron._sync import GradientSync
+from torch_sm3.megatron._user import partial_checkpoints
 from torch_sm3.megatron.env import Environment, at_home
 from torch_sm3.pipeline import PipelineRunner, Schedule, Stage
 from torch_sm3.pipeline.schedule import Action
@@ -75,6 +76,8 @@ class Engine:
         self._sync: GradientSync | None = None
         self._store: list[Any] = []
         self._tokens: list[Any] = []
+        self._forwards = 0
+        self._warmup = _warmup(schedule, rank)
         self._runner = PipelineRunner(
             [
                 Stage(_Body(self._forward, number, chunk), stage, data=_microbatch)
@@ -84,9 +87,7 @@ class Engine:
             group=env.pipeline_group(),
             loss_fn=_loss,
             loss_reduction="sum",
-            data_parallel=env.replicas()
-            if torch.distributed.is_initialized()
-            else None,
+            data_parallel=env.replicas(),
             reduce=None,
             share_loss=False,
             **{"trace": timed, **options},
@@ -100,6 +101,7 @@ class Engine:
         """
         self._call = call
         self._store, self._tokens = [], []
+        self._forwards = 0
         numbers = list(range(call.microbatches))
         self._sync = GradientSync(call, self._env)
         try:
@@ -129,8 +131,16 @@ class Engine:
         self._env.enter_chunk(number)
         sync.before_forward(number, microbatch)
         output, tokens = forward(
-            self._env, call, self._store, number, microbatch, value, last
+            self._env,
+            call,
+            self._store,
+            number,
+            microbatch,
+            value,
+            last,
+            self._checkpoint(call),
         )
+        self._forwards += 1
         self._tokens.append(tokens)
         if last and not call.forward_only:
             output = _scaled(output[0] if isinstance(output, list) else output, call)
@@ -139,6 +149,16 @@ class Engine:
         if not call.forward_only:
             self._watch(output, number, microbatch)
         return None if last and call.forward_only else output
+
+    def _checkpoint(self, call: Call) -> bool | None:
+        """Whether the next forward is one of those that recompute activations.
+
+        Of the microbatches that are in flight at once, so many keep all activations.
+        """
+        limit = partial_checkpoints(call.config)
+        if limit is None or self._warmup is None:
+            return None
+        return self._forwards % (self._warmup + 1) >= limit
 
     def _watch(self, output: Any, number: int, microbatch: int) -> None:
         """Prepare Megatron for the backward of an output when it begins."""
@@ -152,6 +172,17 @@ class Engine:
                 self._sync.before_backward(number, microbatch)
 
         first.register_hook(begins)
+
+
+def _warmup(schedule: Schedule, rank: int) -> int | None:
+    """Return the number of forwards before a rank's first backward, if it warms up."""
+    if schedule.ranks == 1:
+        return None
+    ops = [
+        action.op for action in schedule.actions(rank) if action.op in ("F", "B", "I")
+    ]
+    first = next((i for i, op in enumerate(ops) if op != "F"), len(ops))
+    return first - 1
 
 
 def _microbatch(item: int) -> int:

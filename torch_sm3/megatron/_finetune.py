@@ -29,9 +29,9 @@ class FineTuning:
         args, home = self._env.args(), self._home
         if self._env.microbatches() != 1:
             raise AssertionError(
-                "finetuning with gradient accumulation doesn't currently work: expected "
-                f"one microbatch, but got {self._env.microbatches()} (argument "
-                "'global_batch_size')"
+                "finetuning with gradient accumulation doesn't currently work: "
+                f"expected one microbatch, but got {self._env.microbatches()} "
+                "(argument 'global_batch_size')"
             )
         model, loader = given["model"], given["train_dataloader"]
         for chunk in model if isinstance(model, list) else [model]:

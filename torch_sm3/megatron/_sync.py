@@ -29,9 +29,12 @@ class GradientSync:
         self._held: AbstractContextManager[Any] | None = None
         self._no_sync = _no_sync_of(call)
         self._grad_sync = _each(_option(call, "grad_sync_func"), len(call.chunks))
+        self._param_sync = _each(_option(call, "param_sync_func"), len(call.chunks))
+        self._gathered = 0
 
     def __enter__(self) -> GradientSync:
         self._hold()
+        self._gather(2)
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
@@ -48,6 +51,7 @@ class GradientSync:
             chunk: the chunk.
             microbatch: the microbatch.
         """
+        self._gather(chunk + 2)
         # torch's DDP prepares its reduction in the forward.
         if self._alone and microbatch == self._call.microbatches - 1:
             self._release()
@@ -68,6 +72,17 @@ class GradientSync:
             self._release()
         else:
             self._hold()
+
+    def _gather(self, chunks: int) -> None:
+        """Begin to gather the parameters of the first chunks, one ahead of its use."""
+        count = len(self._call.chunks)
+        if count == 1 or self._call.forward_only:
+            return
+        while self._gathered < min(chunks, count):
+            sync = self._param_sync[self._gathered]
+            if sync is not None:
+                sync(self._call.chunks[self._gathered].parameters())
+            self._gathered += 1
 
     def _hold(self) -> None:
         if self._held is None:

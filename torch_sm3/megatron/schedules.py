@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch_sm3.megatron._engine import Engine, Result
 from torch_sm3.megatron._timing import add_actions, timed, wants_details
 from torch_sm3.megatron.adasum import Adasum
 from torch_sm3.megatron.detect import Found
-from torch_sm3.megatron.env import Environment, call_with
+from torch_sm3.megatron.env import Environment, call_with, device_of
 from torch_sm3.pipeline import Schedule, plan
 
 _KINDS = {
@@ -22,6 +23,15 @@ _KINDS = {
     "forward_backward_pipelining_without_interleaving": "1f1b",
     "forward_backward_pipelining_with_interleaving": "interleaved",
 }
+# Options that change what a schedule itself does.
+_ONLY_THERE = (
+    "use_ring_exchange_p2p",
+    "overlap_moe_expert_parallel_comm",
+    "hybrid_context_parallel",
+    "defer_embedding_wgrad_compute",
+    "fine_grained_activation_offloading",
+    "enable_cuda_graph",
+)
 
 
 class Schedules:
@@ -46,6 +56,7 @@ class Schedules:
         self._env = env
         self._schedule = schedule
         self._options = options
+        self._warned: set[str] = set()
         self._engines: dict[Any, Engine] = {}
 
     def functions(self) -> dict[str, Callable[..., Any]]:
@@ -85,6 +96,9 @@ class Schedules:
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             call = read_call(self._env, given.arguments)
+            if (why := self._left_alone(call)) is not None:
+                self._warn(why)
+                return found.function(*args, **kwargs)
             return self._run(_KINDS[found.name], call)
 
         return entry
@@ -105,6 +119,23 @@ class Schedules:
             return entries[f"forward_backward_pipelining_{how}_interleaving"]
 
         return get_forward_backward_func
+
+    def _left_alone(self, call: Call) -> str | None:
+        """Return what only Megatron's own schedules do, if it is asked for."""
+        groups = call.given.get("pg_collection")
+        if groups is not None and type(groups).__name__.startswith("MultiModule"):
+            return type(groups).__name__
+        asked = (name for name in _ONLY_THERE if getattr(call.config, name, False))
+        return next(asked, None)
+
+    def _warn(self, why: str) -> None:
+        if why not in self._warned:
+            self._warned.add(why)
+            warnings.warn(
+                f"torch_sm3.megatron: {why} is what only Megatron's own schedules do; "
+                "they run in place of the plug's",
+                stacklevel=3,
+            )
 
     def _run(self, kind: str, call: Call) -> list[Any]:
         # Before core 0.4 the caller times all of it.
@@ -153,8 +184,8 @@ class Schedules:
         if finalize is None:
             return
         tokens = None
-        if getattr(call.config, "calculate_per_token_loss", False):
-            tokens = result.tokens
+        if call.per_token and result.tokens is not None:
+            tokens = result.tokens.to(device_of(call.chunks))
         known = ("pg_collection", "grad_finalize_pgs", "force_all_reduce")
         groups = {name: call.given.get(name) for name in known}
         if self.adasum is None:
