@@ -25,12 +25,14 @@ class GradientSync:
     def __init__(self, call: Call, env: Environment) -> None:
         self._call = call
         self._alone = env.stages == 1
-        self._first = env.rank == 0
+        self._first = env.rank == 0 and len(call.chunks) == 1
         self._held: AbstractContextManager[Any] | None = None
         self._no_sync = _no_sync_of(call)
         self._grad_sync = _each(_option(call, "grad_sync_func"), len(call.chunks))
         self._param_sync = _each(_option(call, "param_sync_func"), len(call.chunks))
         self._gathered = 0
+        # Chunks whose gradients are reduced in their last backward.
+        self._done: set[int] = set()
 
     def __enter__(self) -> GradientSync:
         self._hold()
@@ -39,10 +41,12 @@ class GradientSync:
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         self._release()
-        if kind is None:
-            for chunk, sync in zip(self._call.chunks, self._grad_sync, strict=True):
-                if sync is not None and not self._alone:
-                    sync(chunk.parameters())
+        if kind is not None or self._alone:
+            return
+        for number, chunk in enumerate(self._call.chunks):
+            sync = self._grad_sync[number]
+            if sync is not None and number not in self._done:
+                sync(chunk.parameters())
 
     def before_forward(self, chunk: int, microbatch: int) -> None:
         """Prepare for a forward.
@@ -69,6 +73,7 @@ class GradientSync:
             return
         last = microbatch == self._call.microbatches - 1
         if last and (self._grad_sync[chunk] is None or self._first):
+            self._done.add(chunk)
             self._release()
         else:
             self._hold()
