@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,7 +21,10 @@ from torch_sm3.megatron.env import Environment
 from torch_sm3.megatron.optimizer import config_function, replacement
 from torch_sm3.megatron.schedules import Schedules
 from torch_sm3.megatron.training import OldLoop
-from torch_sm3.pipeline import Schedule
+from torch_sm3.pipeline import Schedule, kinds
+
+# Their last stage is on the first rank.
+V_KINDS = ("zbv", "v_half", "v_min", "dualpipe_v")
 
 
 class Rebound(NamedTuple):
@@ -127,13 +133,51 @@ def install(
     post_validate: bool = False,
     strict_log: bool = False,
 ) -> Installation:
-    """Put schedules, SM3 and Adasum into an imported Megatron."""
+    r"""Put schedules, SM3 and Adasum into an imported Megatron.
+
+    Works before and after Megatron's own imports and initialisation. All or nothing:
+    if any signature is unknown, nothing is changed.
+
+    Args:
+        megatron_module: its top package; None imports ``megatron``.
+        schedule: a kind of :func:`torch_sm3.pipeline.plan`, a
+            :class:`~torch_sm3.pipeline.Schedule`, a path to one as text or CSV,
+            ``"auto"`` for the kind that Megatron would pick, or None for Megatron's
+            own functions.
+        optimizer: ``"sm3"``, a function of parameter groups and Megatron's options that
+            returns an optimizer, or None to keep Megatron's.
+        reduction: None for Megatron's mean over replicas, or ``"adasum"``.
+        optimizer_args: arguments of :class:`torch_sm3.SM3`, which count more than the
+            flags ``--sm3-…``; also ``tp_exact``, False to take the parts of
+            tensor-parallel parameters as parameters of their own.
+        pipeline_args: arguments of :class:`~torch_sm3.pipeline.PipelineRunner`.
+        post_validate: step before the norm of all ranks is known.
+        strict_log: log as Megatron does, without averages that are not positive.
+
+    Returns:
+        What was changed; printed, it is a table.
+
+    Raises:
+        MegatronSignatureError: listing each function whose arguments fit no known
+            generation.
+        RuntimeError: if there is an installation already, or no Megatron.
+        ValueError: for an option of no use.
+
+    Example::
+
+        >>> from torch_sm3 import megatron
+        >>> megatron.install()
+        Traceback (most recent call last):
+            ...
+        RuntimeError: install: expected an imported Megatron package, but found none ...
+    """
     global _current
     if _current is not None:
         raise RuntimeError(
             "install: expected no installation, but got one of generation "
             f"{_current.generation}; call restore() first"
         )
+    schedule = _read(schedule)
     _check(schedule, reduction)
     package = detect(_imported(megatron_module))
     env = Environment(package)
@@ -194,6 +238,31 @@ def installed(*args: Any, **kwargs: Any) -> Iterator[Installation]:
         restore()
 
 
+def _read(schedule: Any) -> Any:
+    """Read a schedule from its file, if it is a path."""
+    if isinstance(schedule, os.PathLike) or (
+        isinstance(schedule, str) and os.path.exists(schedule)
+    ):
+        if str(schedule).endswith(".csv"):
+            return Schedule.from_csv(schedule)
+        return Schedule.parse(Path(schedule).read_text())
+    known = ["auto", *(kind for kind in kinds() if kind not in V_KINDS)]
+    if isinstance(schedule, str) and schedule not in known:
+        if schedule in V_KINDS:
+            raise NotImplementedError(
+                f"install: expected a kind whose ranks have stages in a loop, as "
+                f"Megatron places layers, one of {', '.join(known)}, but got "
+                f"{schedule!r} (argument 'schedule')"
+            )
+        near = difflib.get_close_matches(schedule, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"install: expected a file or one of {', '.join(known)}, but got "
+            f"{schedule!r} (argument 'schedule'){hint}"
+        )
+    return schedule
+
+
 def _check(schedule: Any, reduction: Any) -> None:
     if reduction not in (None, "adasum"):
         raise ValueError(
@@ -212,7 +281,7 @@ def _splits(schedule: Any) -> bool:
     if isinstance(schedule, Schedule):
         rows = (schedule.actions(rank) for rank in range(schedule.ranks))
         return any(action.op == "W" for row in rows for action in row)
-    return schedule in ("zb_h1", "zb_h2", "zbv", "v_half", "v_min", "dualpipe_v")
+    return schedule in ("zb_h1", "zb_h2")
 
 
 def _imported(module: ModuleType | None) -> ModuleType:
@@ -221,17 +290,10 @@ def _imported(module: ModuleType | None) -> ModuleType:
     try:
         return importlib.import_module("megatron")
     except ModuleNotFoundError as error:
-        raise MissingError from error
-
-
-class MissingError(RuntimeError):
-    """There is no Megatron."""
-
-    def __init__(self) -> None:
-        super().__init__(
+        raise RuntimeError(
             "install: expected an imported Megatron package, but found none (argument "
             "'megatron_module')"
-        )
+        ) from error
 
 
 def _ours(module: ModuleType) -> bool:

@@ -169,6 +169,7 @@ class Schedules:
 
     def _planned(self, kind: str, call: Call, group: int | None) -> Schedule:
         if isinstance(self._schedule, Schedule):
+            _check_fits(self._schedule, self._env.stages, call)
             return self._schedule
         name = kind if self._schedule == "auto" or kind == "none" else self._schedule
         options: dict[str, Any] = {}
@@ -195,6 +196,26 @@ class Schedules:
             call_with_known(finalize, call.chunks, None, **groups)
             if tokens is not None:
                 self.adasum.divide_by_tokens(call.chunks, tokens)
+
+
+def _check_fits(schedule: Schedule, ranks: int, call: Call) -> None:
+    """Refuse a schedule of other sizes than Megatron's, naming its flags."""
+    stages = ranks * len(call.chunks)
+    for what, wanted, got, flag in (
+        ("ranks", schedule.ranks, ranks, "--pipeline-model-parallel-size"),
+        ("stages", schedule.stages, stages, "--num-layers-per-virtual-pipeline-stage"),
+        (
+            "microbatches",
+            schedule.microbatches,
+            call.microbatches,
+            "--global-batch-size",
+        ),
+    ):
+        if wanted != got:
+            raise ValueError(
+                f"forward_backward: expected {wanted} {what} as in the schedule, but "
+                f"got {got}; change {flag} (argument 'schedule')"
+            )
 
 
 def call_with_known(function: Callable[..., Any], *positions: Any, **known: Any) -> Any:
