@@ -65,12 +65,14 @@ class Package(NamedTuple):
         generation: the first one that has all these signatures.
         modules: by what they hold.
         functions: by name.
+        missing: modules that are there and cannot be imported, with the reason.
     """
 
     name: str
     generation: str
     modules: dict[str, ModuleType]
     functions: dict[str, Found]
+    missing: dict[str, str]
 
     def at_least(self, generation: str) -> bool:
         """Whether this is that generation or a later one."""
@@ -88,7 +90,8 @@ def detect(package: ModuleType) -> Package:
             generation.
         ValueError: if the package has no schedules.
     """
-    modules = _modules(package)
+    missing: dict[str, str] = {}
+    modules = _modules(package, missing)
     if "schedules" not in modules:
         raise ValueError(
             "install: expected a Megatron package with pipeline schedules, but got "
@@ -112,7 +115,8 @@ def detect(package: ModuleType) -> Package:
             f"got others in {len(wrong)} of {len(functions) + len(wrong)} functions:\n"
             + "\n".join(wrong)
         )
-    return Package(package.__name__, _generation(functions), modules, functions)
+    generation = _generation(functions)
+    return Package(package.__name__, generation, modules, functions, missing)
 
 
 def tokens_of(function: Callable[..., Any]) -> list[str]:
@@ -133,11 +137,16 @@ def tokens_of(function: Callable[..., Any]) -> list[str]:
     return tokens
 
 
-def _modules(package: ModuleType) -> dict[str, ModuleType]:
+def _modules(package: ModuleType, missing: dict[str, str]) -> dict[str, ModuleType]:
     found = {}
     for role, places in _PLACES.items():
         for place in places:
-            module = _imported(package, place)
+            try:
+                module = _imported(package, place)
+            except ImportError as error:
+                # Wheels hold a training loop whose requirements they do not name.
+                missing[f"{package.__name__}.{place}"] = str(error)
+                continue
             if module is not None and _holds(role, module):
                 found[role] = module
                 break

@@ -113,6 +113,8 @@ class Installation:
             rows.append((module.__name__, name, _described(old), _described(new)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"{self.package.name}: generation {self.generation}"]
+        for module, why in self.package.missing.items():
+            lines.append(f"left alone, since it cannot be imported: {module} ({why})")
         for row in rows:
             cells = (c.ljust(w) for c, w in zip(row, widths, strict=True))
             lines.append("  ".join(cells).rstrip())
@@ -301,7 +303,6 @@ def _ours(module: ModuleType) -> bool:
 
 
 def _described(function: Callable[..., Any]) -> str:
-    code = getattr(function, "__code__", None)
-    home = function.__module__ if code is None else code.co_filename
-    name = "torch_sm3" if "torch_sm3" in home else function.__module__
-    return f"{name}.{function.__name__}"
+    # Ours bear the names of those that they stand for.
+    home = getattr(function, "__globals__", {}).get("__name__", function.__module__)
+    return f"{home}.{function.__name__}"
