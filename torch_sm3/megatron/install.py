@@ -113,8 +113,8 @@ class Installation:
             rows.append((module.__name__, name, _described(old), _described(new)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"{self.package.name}: generation {self.generation}"]
-        for module, why in self.package.missing.items():
-            lines.append(f"left alone, since it cannot be imported: {module} ({why})")
+        for name, why in self.package.missing.items():
+            lines.append(f"left alone, since it cannot be imported: {name} ({why})")
         for row in rows:
             cells = (c.ljust(w) for c, w in zip(row, widths, strict=True))
             lines.append("  ".join(cells).rstrip())
