@@ -127,9 +127,16 @@ def call_with(function: Callable[..., Any], /, *positions: Any, **known: Any) ->
 def unwrapped(module: torch.nn.Module) -> Any:
     """Return a model without the wrappers of data parallelism and precision."""
     model: Any = module
-    while hasattr(model, "module") and not hasattr(model, "set_input_tensor"):
+    while hasattr(model, "module") and (
+        not hasattr(model, "set_input_tensor") or _is_wrapper(model)
+    ):
         model = model.module
     return model
+
+
+def _is_wrapper(model: Any) -> bool:
+    """Whether a module is around another one, some of which have its methods, too."""
+    return [name for name, _ in model.named_children()] == ["module"]
 
 
 def device_of(model: Any) -> torch.device:
