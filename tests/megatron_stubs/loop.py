@@ -115,20 +115,26 @@ def build_chunks(provider, *kind):
     return chunks
 
 
-def reduce_embeddings(args, models, unwrap):
+def _inner(model):
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def reduce_embeddings(args, models):
     """Sum the gradients of tied embeddings over the stages that have them."""
     if mpu.get_pipeline_model_parallel_world_size() == 1:
         return
     if mpu.is_rank_in_embedding_group(ignore_virtual=True):
         last = mpu.is_pipeline_last_stage(ignore_virtual=True)
-        model = unwrap(models[-1] if last else models[0])
+        model = _inner(models[-1] if last else models[0])
         if model.share_word_embeddings:
             weight = model.word_embeddings_weight()
             gradient = weight.main_grad if hasattr(weight, "main_grad") else weight.grad
             torch.distributed.all_reduce(gradient, group=mpu.get_embedding_group())
     split = args.pipeline_model_parallel_split_rank
     if split is not None and mpu.is_rank_in_position_embedding_group():
-        embedding = unwrap(models[0]).language_model.embedding
+        embedding = _inner(models[0]).language_model.embedding
         torch.distributed.all_reduce(
             embedding.position_embeddings.weight.main_grad,
             group=mpu.get_position_embedding_group(),
@@ -231,6 +237,14 @@ def after(home, iteration, state, asked):
         sys.exit()
 
 
+def start_timer(name):
+    timers = get_timers()
+    if hasattr(timers, "_log_level"):
+        timers(name, log_level=0).start(barrier=True)
+    else:
+        timers(name).start()
+
+
 def log_step(home, total, report, model, optimizer, iteration, result):
     """Log a step; return whether memory is still to be reported."""
     losses, skipped, *norms = result
@@ -261,7 +275,7 @@ def train(home, given, timer="interval-time", more=()):
     for chunk in model if isinstance(model, list) else [model]:
         chunk.train()
     total, report, iteration = {}, True, args.iteration
-    get_timers()(timer).start()
+    start_timer(timer)
     home.print_datetime("before the start of training step")
     while iteration < args.train_iters:
         home.update_num_microbatches(args.consumed_train_samples)
@@ -294,7 +308,7 @@ def fine_tune(home, state, step, loaders, callback, timer="interval-time", more=
     loader, valid = loaders
     for chunk in model if isinstance(model, list) else [model]:
         chunk.train()
-    get_timers()(timer).start()
+    start_timer(timer)
     iteration = args.iteration
     start_epoch, skip = divmod(iteration, args.train_iters_per_epoch)
     for epoch in range(start_epoch, args.epochs):

@@ -75,6 +75,26 @@ def split_weights(modules):
     return some, none
 
 
+def get_param_groups(modules, no_weight_decay_cond, scale_lr_cond, lr_mult):
+    """Return groups by whether weights decay and have a learning rate of their own."""
+    groups = {}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            decays = parameter.dim() > 1
+            if no_weight_decay_cond is not None:
+                decays = not no_weight_decay_cond(name, parameter)
+            scaled = scale_lr_cond is not None and scale_lr_cond(name, parameter)
+            groups.setdefault((scaled, not decays), []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "wd_mult": float(not key[1]),
+            "lr_mult": lr_mult if key[0] else 1.0,
+        }
+        for key, parameters in sorted(groups.items())
+    ]
+
+
 def main_copies(optimizer, dtypes):
     """Let an optimizer work on fp32 copies; return pairs of model's and own.
 

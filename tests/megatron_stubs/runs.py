@@ -203,11 +203,51 @@ def backward_step(scale_loss, input_tensor, output_tensor, output_tensor_grad):
     return found if isinstance(input_tensor, list) else found[0]
 
 
-def alone(forward_step, backward_step, model, forward_only):
+def scheduled(home, given, kind, turned=False, forward_more=(), backward_more=()):
+    """Run a step by the functions of a stand-in; return what the last stage stored.
+
+    Args:
+        home: the module of its schedules.
+        given: arguments of a forward-backward function.
+        kind: "none", "1f1b" or "interleaved".
+        turned: see :func:`shapes`.
+        forward_more: arguments of its ``forward_step`` after the store.
+        backward_more: arguments of its ``backward_step`` at the end.
+    """
+    model, data, store = given["model"], given["data_iterator"], []
+    iterators = data if kind == "interleaved" else [data]
+
+    def forward(chunk, received):
+        what = iterators[chunk], model[chunk], received, store
+        return home.forward_step(given["forward_step_func"], *what, *forward_more)
+
+    def backward(*tensors):
+        return home.backward_step(given["optimizer"], *tensors, *backward_more)
+
+    forward_only = given["forward_only"]
+    assert kind == "interleaved" or len(model) == 1
+    if kind == "none":
+        _alone(forward, backward, model[0], forward_only)
+        return store
+    tensors = None
+    if kind == "1f1b":
+        inner = model[0]
+        while hasattr(inner, "module"):
+            inner = inner.module
+        model_type = getattr(inner, "model_type", None)
+        both = model_type is not None and model_type.name == "encoder_and_decoder"
+        tensors = _wanted(both, turned, given["timers"])
+    flags = kind == "interleaved", forward_only
+    module = home.p2p_communication
+    pipelining(module, forward, backward, len(model), flags, tensors)
+    return store
+
+
+def _alone(forward_step, backward_step, model, forward_only):
     """Run all microbatches of a pipeline of one stage.
 
     Args:
-        forward_step: returns the loss.
+        forward_step: of chunk and input; returns the loss.
         backward_step: of input, loss and gradient.
         model: whose data parallelism waits for the last microbatch.
         forward_only: whether there are no backwards.
@@ -216,7 +256,7 @@ def alone(forward_step, backward_step, model, forward_only):
     for microbatch in range(number):
         wait = hasattr(model, "no_sync") and microbatch < number - 1
         with model.no_sync() if wait else contextlib.nullcontext():
-            output = forward_step()
+            output = forward_step(0, None)
             if not forward_only:
                 backward_step(None, output, None)
 
@@ -239,7 +279,7 @@ def shapes(rank, both, turned):
     return [usual if inside else memory]
 
 
-def wanted(both, turned, timers):
+def _wanted(both, turned, timers):
     """Return what :func:`pipelining` asks its messages for, without interleaving.
 
     Args:

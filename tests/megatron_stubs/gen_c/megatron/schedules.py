@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards and backwards of a step."""
 
-import torch
+import sys
+
 from megatron_stubs import runs
 from torch.nn.parallel.distributed import DistributedDataParallel as torchDDP
 
@@ -53,52 +54,19 @@ def backward_step(optimizer, input_tensor, output_tensor, output_tensor_grad):
 def forward_backward_no_pipelining(
     forward_step_func, data_iterator, model, optimizer, timers, forward_only
 ):
-    assert len(model) == 1
-    model = model[0]
-    losses_reduced = []
-
-    def forward():
-        data = data_iterator, model, None, losses_reduced
-        return forward_step(forward_step_func, *data)
-
-    def backward(*tensors):
-        return backward_step(optimizer, *tensors)
-
-    runs.alone(forward, backward, model, forward_only)
-    return losses_reduced
-
-
-def _pipelining(
-    forward_step_func, iterators, model, optimizer, timers, forward_only, interleaved
-):
-    losses_reduced = []
-
-    def forward(chunk, received):
-        data, part = iterators[chunk], model[chunk]
-        return forward_step(forward_step_func, data, part, received, losses_reduced)
-
-    def backward(*tensors):
-        return backward_step(optimizer, *tensors)
-
-    tensors = None
-    if not interleaved:
-        unwrapped = unwrap_model(model[0], (torchDDP, LocalDDP, Float16Module))
-        both = unwrapped.model_type == ModelType.encoder_and_decoder
-        tensors = runs.wanted(both, True, timers)
-    flags = interleaved, forward_only
-    runs.pipelining(p2p_communication, forward, backward, len(model), flags, tensors)
-    return losses_reduced
+    home = sys.modules[__name__]
+    return runs.scheduled(home, dict(locals()), "none")
 
 
 def forward_backward_pipelining_with_interleaving(
     forward_step_func, data_iterator, model, optimizer, timers, forward_only
 ):
-    given = forward_step_func, data_iterator, model, optimizer, timers, forward_only
-    return _pipelining(*given, True)
+    home = sys.modules[__name__]
+    return runs.scheduled(home, dict(locals()), "interleaved")
 
 
 def forward_backward_pipelining_without_interleaving(
     forward_step_func, data_iterator, model, optimizer, timers, forward_only
 ):
-    given = forward_step_func, [data_iterator], model, optimizer, timers, forward_only
-    return _pipelining(*given, False)
+    home = sys.modules[__name__]
+    return runs.scheduled(home, dict(locals()), "1f1b", turned=True)

@@ -68,7 +68,7 @@ def train_step(forward_step_func, data_iterator, model, optimizer, lr_scheduler)
     if args.DDP_impl == "local":
         for chunk in model:
             chunk.allreduce_gradients()
-    loop.reduce_embeddings(args, model, lambda m: unwrap_model(m, _WRAPPERS))
+    loop.reduce_embeddings(args, model)
     timers("optimizer").start()
     successful, grad_norm, num_zeros_in_grad = optimizer.step()
     timers("optimizer").stop()

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and their wrappers."""
+
+from .distributed import DistributedDataParallel
+from .enums import ModelType
+from .gpt_model import GPTModel
+from .module import Float16Module
+from .t5_model import T5Model
