@@ -230,12 +230,12 @@ def scheduled(home, given, kind, turned=False, forward_more=(), backward_more=()
         _alone(forward, backward, model[0], forward_only)
         return store
     tensors = None
-    if kind == "1f1b":
-        inner = model[0]
-        while hasattr(inner, "module"):
-            inner = inner.module
-        model_type = getattr(inner, "model_type", None)
-        both = model_type is not None and model_type.name == "encoder_and_decoder"
+    inner = model[0]
+    while hasattr(inner, "module"):
+        inner = inner.module
+    # The generation before encoders and decoders has no lists.
+    if kind == "1f1b" and hasattr(inner, "model_type"):
+        both = inner.model_type.name == "encoder_and_decoder"
         tensors = _wanted(both, turned, given["timers"])
     flags = kind == "interleaved", forward_only
     module = home.p2p_communication
