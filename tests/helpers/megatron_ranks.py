@@ -103,7 +103,9 @@ def loss_function(labels: torch.Tensor, output: Any, **_: Any) -> Any:
 def user_step(events: Events, generation: str, case: Case) -> Any:
     """Return a user's forward step, in the manner of its generation."""
 
-    def run(model: Any, batch: Any, received: Any = None) -> Any:
+    def run(model: Any, data: Any, received: Any = None) -> Any:
+        # A fine-tuning gives the batch itself.
+        batch = data if isinstance(data, dict) else next(data)
         text = batch["text"]
         tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
         if case.split is not None:
@@ -115,13 +117,13 @@ def user_step(events: Events, generation: str, case: Case) -> Any:
 
     def forward_step(data: Any, model: Any) -> Any:
         number = sum(call[0] == "F" for call in events.calls)
-        output, labels = run(model, next(data))
+        output, labels = run(model, data)
         events.watch(output, number)
         return output, functools.partial(loss_function, labels)
 
     def old_step(data: Any, model: Any, input_tensor: Any) -> Any:
         number = sum(call[0] == "F" for call in events.calls)
-        output, labels = run(model, next(data), input_tensor)
+        output, labels = run(model, data, input_tensor)
         events.watch(output, number)
         last = state().is_pipeline_last_stage()
         return loss_function(labels, output) if last else output

@@ -124,7 +124,7 @@ def _scalars(args, given, batch, old):
     yield from given["loss_dict"].items()
     if old or args.log_loss_scale_to_tensorboard:
         yield "loss-scale", given["loss_scale"]
-    if not old and args.log_world_size_to_tensorboard:
+    if getattr(args, "log_world_size_to_tensorboard", False):
         yield "world-size", args.world_size
     for name in ("grad-norm", "num-zeros", "params-norm"):
         key = name.replace("-", "_") + ("_in_grad" if name == "num-zeros" else "")

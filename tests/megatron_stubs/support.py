@@ -77,7 +77,6 @@ LATER = {
     "log_batch_size_to_tensorboard": True,
     "log_loss_scale_to_tensorboard": True,
     "log_validation_ppl_to_tensorboard": False,
-    "log_world_size_to_tensorboard": False,
 }
 
 

@@ -6,6 +6,7 @@ from megatron_stubs.support import ARGUMENTS, LATER, Timers, arguments
 from megatron_stubs.tools import write_args_to_tensorboard
 
 _OPTIONS = {
+    "log_world_size_to_tensorboard": True,
     "use_contiguous_buffers_in_local_ddp": True,
     "empty_unused_memory_level": 0,
     "exit_signal_handler": False,
