@@ -172,9 +172,7 @@ class Schedules:
             _check_fits(self._schedule, self._env.stages, call)
             return self._schedule
         name = kind if self._schedule == "auto" or kind == "none" else self._schedule
-        options: dict[str, Any] = {}
-        if len(call.chunks) > 1:
-            options["chunks"] = len(call.chunks)
+        options: dict[str, Any] = {"chunks": len(call.chunks)}
         if name == "interleaved" and group is not None:
             options["group_size"] = group
         return plan(name, self._env.stages, call.microbatches, **options)
