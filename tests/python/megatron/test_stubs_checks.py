@@ -70,6 +70,7 @@ def test_restore_puts_the_same_objects_back(stubs: StubPools, generation: str) -
     assert names <= set(found["changed"])
     assert found["text"].startswith(f"megatron: generation {GENERATIONS[generation]}\n")
     assert found["late"] == []
+    assert found["later"] == [("late_script", "step")]
     assert "expected no installation" in found["twice"]
     assert found["restored"] == found["after an error"] == []
 

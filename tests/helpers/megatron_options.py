@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks do with less usual options of a Megatron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from helpers import megatron_ranks as ranks
+from helpers.megatron_logs import Writer
+from helpers.megatron_ranks import PLUG, Case
+
+import torch_sm3.megatron as plug
+
+
+def collected(
+    rank: int, size: int, case: Case, plugged: bool
+) -> tuple[list[Any], list[Any]]:
+    """Evaluate with a function for other data; return what it got, and the losses."""
+    generation, got = "d", []
+    megatron = ranks.load(generation)
+    ranks.initialize(megatron, case, writer=Writer(), eval_iters=1)
+    if plugged:
+        plug.install(megatron, **PLUG)
+    try:
+        with ranks.Lines() as lines:
+            built = ranks.build(generation, case)
+            step = ranks.user_step(ranks.Events(), generation, case)
+            evaluate = ranks.module("training").evaluate_and_print_results
+            data = ranks.streams(case, 0)
+            evaluate("here", step, data, built[0], 7, lambda *a: got.extend(a[:2]))
+    finally:
+        plug.restore()
+    return got, lines.lines
+
+
+def timers(
+    rank: int, size: int, generation: str, case: Case, plugged: bool
+) -> set[str]:
+    """Train; return the names of timers that ran."""
+    megatron = ranks.load(generation)
+    ranks.initialize(megatron, case)
+    if plugged:
+        plug.install(megatron, **PLUG)
+    try:
+        built = ranks.build(generation, case)
+        step = ranks.user_step(ranks.Events(), generation, case)
+        data = ranks.streams(case, 0)
+        ranks.module("training").train_step(step, data, *built)
+    finally:
+        plug.restore()
+    found = ranks.module("global_vars").get_timers()
+    known = getattr(found, "timers", None) or found._timers
+    return {name for name, timer in known.items() if timer.elapsed_ > 0.0}
+
+
+def weights(
+    rank: int, size: int, generation: str, case: Case, plugged: bool, **options: Any
+) -> list[torch.Tensor]:
+    """Train three steps; return the weights."""
+    megatron = ranks.load(generation)
+    ranks.initialize(megatron, case)
+    if plugged:
+        plug.install(megatron, **{**PLUG, **options})
+    try:
+        built = ranks.build(generation, case)
+        step = ranks.user_step(ranks.Events(), generation, case)
+        ranks.train(generation, step, built, case, 0)
+    finally:
+        plug.restore()
+    return ranks.parameters(built[0])
+
+
+def gpipe(rank: int, size: int, generation: str, case: Case) -> list[torch.Tensor]:
+    """Train by all forwards first."""
+    return weights(rank, size, generation, case, True, schedule="gpipe")
+
+
+def one_f_one_b(
+    rank: int, size: int, generation: str, case: Case
+) -> list[torch.Tensor]:
+    """Train by 1F1B, asked for by its name."""
+    return weights(rank, size, generation, case, True, schedule="1f1b")
