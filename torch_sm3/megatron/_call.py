@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torch_sm3.megatron._timing import timed
 from torch_sm3.megatron._user import user_step
 from torch_sm3.megatron.env import Environment, call_with
 
@@ -125,7 +126,10 @@ def forward(
     model, iterator = call.chunks[chunk], call.iterators[chunk]
     found = env.package.functions.get("forward_step")
     if found is None:
-        return _first_generation(call, store, model, iterator, value, last), None
+        timers = None if call.forward_only else env.timers()
+        with timed(timers, "forward-compute"):
+            made = _first_generation(call, store, model, iterator, value, last)
+        return made, None
     result = call_with(
         found.function,
         call.user_step,
