@@ -42,7 +42,12 @@ class Diary:
         return noted
 
 
-_NOTED = ("save_checkpoint_and_time", "evaluate_and_print_results", "print_datetime")
+_NOTED = (
+    "save_checkpoint_and_time",
+    "evaluate_and_print_results",
+    "print_datetime",
+    "check_adlr_autoresume_termination",
+)
 
 
 @contextmanager
@@ -62,6 +67,7 @@ def trained(
     plugged: bool,
     options: dict[str, Any],
     late: int | None = None,
+    signal: bool = False,
 ) -> dict[str, Any]:
     """Train, and say what was done besides steps.
 
@@ -72,12 +78,15 @@ def trained(
         plugged: whether with the plug.
         options: of Megatron.
         late: a rank that began two hours ago.
+        signal: whether the process is told to end.
     """
     megatron = ranks.load(generation)
     case = Case(size, 2)
     args = ranks.initialize(megatron, case, **options)
     home = ranks.module("training")
     began, found = home._TRAIN_START_TIME, {"exited": False}
+    signals = importlib.import_module("megatron_stubs.shared").Signals
+    signals.received = signal
     if late == rank:
         home._TRAIN_START_TIME -= 7200.0
     try:
@@ -96,6 +105,7 @@ def trained(
                 found["exited"] = True
     finally:
         home._TRAIN_START_TIME = began
+        signals.received = False
     found["weights"], found["lines"] = ranks.parameters(built[0]), lines.lines
     found["done"] = diary.entries
     found["samples"] = args.consumed_train_samples, args.consumed_valid_samples

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -81,3 +82,32 @@ def one_f_one_b(
 ) -> list[torch.Tensor]:
     """Train by 1F1B, asked for by its name."""
     return weights(rank, size, generation, case, True, schedule="1f1b")
+
+
+def growing(
+    rank: int, size: int, generation: str, case: Case, plugged: bool
+) -> tuple[list[torch.Tensor], list[str]]:
+    """Train by steps of different numbers of microbatches; return weights and lines."""
+    megatron = ranks.load(generation)
+    args = ranks.initialize(megatron, case, train_iters=5, lr_decay_iters=20)
+    home = ranks.module("training")
+    calculator = importlib.import_module("megatron_stubs.shared")._CALCULATOR
+    before = home.update_num_microbatches
+    numbers = iter((2, 2, 4, 1, 2))
+
+    def update(consumed: int, **_: Any) -> None:
+        calculator.num_micro_batches = case.stages * next(numbers)
+
+    home.update_num_microbatches = update
+    if plugged:
+        plug.install(megatron, **PLUG)
+    try:
+        with ranks.Lines() as lines:
+            built = ranks.build(generation, case)
+            step = ranks.user_step(ranks.Events(), generation, case)
+            ranks.train(generation, step, built, case, 0)
+    finally:
+        plug.restore()
+        home.update_num_microbatches = before
+    assert args.consumed_train_samples == 11 * 2 * case.stages
+    return ranks.parameters(built[0]), lines.lines

@@ -217,6 +217,11 @@ def after(home, iteration, state, asked):
         home.check_adlr_autoresume_termination(iteration, *state)
     if due(args.eval_interval) and args.do_valid:
         home.evaluate_and_print_results(*asked)
+    signals = getattr(args, "exit_signal_handler", False)
+    if signals and any(home.get_signal_handler().signals_received()):
+        home.save_checkpoint_and_time(iteration, *state)
+        home.print_datetime("exiting program after receiving SIGTERM.")
+        sys.exit()
     saved = bool(args.save) and due(args.save_interval)
     if saved:
         home.save_checkpoint_and_time(iteration, *state)

@@ -19,12 +19,13 @@ def _trained(
     generation: str,
     size: int = 1,
     late: int | None = None,
+    signal: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Train without the plug and with it; return the latter's answers."""
     pool = stubs(generation, size)
     bare, plugged = (
-        pool.run(loops.trained, generation, with_plug, options, late)
+        pool.run(loops.trained, generation, with_plug, options, late, signal)
         for with_plug in (False, True)
     )
     for one, other in zip(bare, plugged, strict=True):
@@ -86,6 +87,27 @@ def test_an_exit_by_minutes_of_any_rank(
             "print_datetime",
         ]
         assert "exiting program after minutes" in answer["done"][-1]
+
+
+@pytest.mark.parametrize("generation", "cd")
+def test_an_exit_by_signal(stubs: StubPools, generation: str, tmp_path: Path) -> None:
+    options = {"exit_signal_handler": True, "save": str(tmp_path)}
+    assert not _trained(stubs, generation, **options)[0]["exited"]
+    answers = _trained(stubs, generation, signal=True, **options)
+    assert answers[0]["exited"] and _done(answers) == [
+        "save_checkpoint_and_time: 1",
+        "print_datetime: exiting program after receiving",
+    ]
+
+
+@pytest.mark.parametrize("generation", "abcd")
+def test_a_cluster_is_asked_whether_to_resume_elsewhere(
+    stubs: StubPools, generation: str
+) -> None:
+    options = {"adlr_autoresume": True, "adlr_autoresume_interval": 2}
+    answers = _trained(stubs, generation, train_iters=5, **options)
+    asked = "check_adlr_autoresume_termination"
+    assert _done(answers) == [f"{asked}: 2", f"{asked}: 4"]
 
 
 @pytest.mark.parametrize("generation", "abcd")

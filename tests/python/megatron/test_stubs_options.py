@@ -100,3 +100,19 @@ def test_a_kind_that_megatron_would_not_choose(
     plugged = pool.run(run, generation, Case(2, 3))
     for one, other in zip(bare, plugged, strict=True):
         assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("generation", "abcd")
+def test_the_number_of_microbatches_may_change(
+    stubs: StubPools, generation: str
+) -> None:
+    cases = [Case(1, 2), Case(2, 2)]
+    if generation != "a":
+        cases.append(Case(2, 2, 2))
+    for case in cases:
+        pool = stubs(generation, case.stages)
+        bare = pool.run(options.growing, generation, case, False)
+        plugged = pool.run(options.growing, generation, case, True)
+        for (one, lines), (other, others) in zip(bare, plugged, strict=True):
+            assert lines == others
+            assert all(map(torch.equal, one, other))
