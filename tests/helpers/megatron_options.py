@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 import torch
@@ -111,3 +112,40 @@ def growing(
         home.update_num_microbatches = before
     assert args.consumed_train_samples == 11 * 2 * case.stages
     return ranks.parameters(built[0]), lines.lines
+
+
+def by_name(
+    rank: int, size: int, generation: str, case: Case
+) -> dict[str, torch.Tensor]:
+    """Train with the plug; return the weights by their name in the whole model."""
+    megatron = ranks.load(generation)
+    # Adam would make a step of the rounding errors of gradients near zero.
+    ranks.initialize(megatron, case, optimizer="sgd")
+    with plug.installed(megatron, **PLUG):
+        built = ranks.build(generation, case)
+        ranks.train(
+            generation,
+            ranks.user_step(ranks.Events(), generation, case),
+            built,
+            case,
+            0,
+        )
+    chunks = built[0] if isinstance(built[0], list) else [built[0]]
+    return {
+        re.sub(r"^.*(?=word_emb|position_emb)|^(module\.)+", "", name): p.detach()
+        for chunk in chunks
+        for name, p in chunk.named_parameters()
+    }
+
+
+def apart(
+    whole: dict[str, torch.Tensor], parts: list[dict[str, torch.Tensor]]
+) -> float:
+    """Return how far weights are from those of one rank at most."""
+    names = {name for part in parts for name in part}
+    assert names == set(whole), names ^ set(whole)
+    return max(
+        float((value - whole[name]).abs().max())
+        for part in parts
+        for name, value in part.items()
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -274,35 +273,3 @@ def compare(
             out.append(f"{case}: {what}"[:2000])
         dist.barrier()
     return out
-
-
-def by_name(
-    rank: int, size: int, generation: str, case: Case
-) -> dict[str, torch.Tensor]:
-    """Train with the plug; return the weights by their name in the whole model."""
-    megatron = load(generation)
-    # Adam would make a step of the rounding errors of gradients near zero.
-    initialize(megatron, case, optimizer="sgd")
-    plugged = importlib.import_module("torch_sm3.megatron")
-    with plugged.installed(megatron, **PLUG):
-        built = build(generation, case)
-        train(generation, user_step(Events(), generation, case), built, case, 0)
-    chunks = built[0] if isinstance(built[0], list) else [built[0]]
-    return {
-        re.sub(r"^.*(?=word_emb|position_emb)|^(module\.)+", "", name): p.detach()
-        for chunk in chunks
-        for name, p in chunk.named_parameters()
-    }
-
-
-def apart(
-    whole: dict[str, torch.Tensor], parts: list[dict[str, torch.Tensor]]
-) -> float:
-    """Return how far weights are from those of one rank at most."""
-    names = {name for part in parts for name in part}
-    assert names == set(whole), names ^ set(whole)
-    return max(
-        float((value - whole[name]).abs().max())
-        for part in parts
-        for name, value in part.items()
-    )

@@ -99,6 +99,8 @@ def arguments(given, *known):
     args.global_batch_size = batch * args.data_parallel_size
     if args.fp16:
         args.params_dtype = torch.half
+    if getattr(args, "bf16", False):
+        args.params_dtype = torch.bfloat16
     return args
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers import megatron_options as options
 from helpers import megatron_ranks as ranks
 from helpers.megatron_pools import StubPools
 from helpers.megatron_ranks import Case
@@ -71,9 +72,9 @@ def test_chunks_take_any_number_of_microbatches(
     stubs: StubPools, generation: str
 ) -> None:
     for m in (1, 3, 5):
-        whole = stubs(generation, 1).run(ranks.by_name, generation, Case(1, m))[0]
-        parts = stubs(generation, 2).run(ranks.by_name, generation, Case(2, m, 2))
-        assert ranks.apart(whole, parts) < 2e-6
+        whole = stubs(generation, 1).run(options.by_name, generation, Case(1, m))[0]
+        parts = stubs(generation, 2).run(options.by_name, generation, Case(2, m, 2))
+        assert options.apart(whole, parts) < 2e-6
 
 
 @pytest.mark.slow
@@ -82,9 +83,9 @@ def test_chunks_of_four_ranks_take_any_number_of_microbatches(
     stubs: StubPools, generation: str
 ) -> None:
     for m in _numbers(4):
-        whole = stubs(generation, 1).run(ranks.by_name, generation, Case(1, m))[0]
-        parts = stubs(generation, 4).run(ranks.by_name, generation, Case(4, m, 1))
-        assert ranks.apart(whole, parts) < 2e-6
+        whole = stubs(generation, 1).run(options.by_name, generation, Case(1, m))[0]
+        parts = stubs(generation, 4).run(options.by_name, generation, Case(4, m, 1))
+        assert options.apart(whole, parts) < 2e-6
 
 
 @pytest.mark.slow
@@ -97,11 +98,11 @@ def test_an_encoder_and_a_decoder_are_split_anywhere(
     cases = [Case(4, m, None, split, more) for m in _numbers(4)]
     _equal(stubs, generation, 4, cases)
     whole = stubs(generation, 1).run(
-        ranks.by_name, generation, Case(1, 5)._replace(split=split, more=more)
+        options.by_name, generation, Case(1, 5)._replace(split=split, more=more)
     )[0]
-    parts = stubs(generation, 4).run(ranks.by_name, generation, cases[3])
+    parts = stubs(generation, 4).run(options.by_name, generation, cases[3])
     assert cases[3].microbatches == 5
-    assert ranks.apart(whole, parts) < 2e-6
+    assert options.apart(whole, parts) < 2e-6
 
 
 @pytest.mark.parametrize("generation", "cd")
@@ -113,5 +114,17 @@ def test_an_encoder_and_a_decoder_on_two_ranks(
 
 
 @pytest.mark.parametrize("generation", "abcd")
-def test_fp16_with_a_pipeline(stubs: StubPools, generation: str) -> None:
-    _equal(stubs, generation, 2, [Case(2, 3, None, None, (("fp16", True),))])
+def test_half_precision_with_a_pipeline(stubs: StubPools, generation: str) -> None:
+    options = [(("fp16", True),)]
+    if generation != "a":
+        options.append((("bf16", True),))
+    if generation in "cd":
+        # Buffers of gradients in fp32.
+        in_fp32 = ("accumulate_allreduce_grads_in_fp32", True)
+        options.append((("fp16", True), in_fp32))
+    cases = [Case(2, 3, None, None, more) for more in options]
+    if generation != "a":
+        cases.append(Case(2, 4, 2, None, options[0]))
+    if generation in "cd":
+        cases.append(Case(2, 3, None, 1, options[0]))
+    _equal(stubs, generation, 2, cases)

@@ -11,7 +11,7 @@ from megatron.training import (
     train_step,
     training_log,
 )
-from megatron_stubs import loop
+from megatron_stubs import tuning
 
 
 def _train(
@@ -28,7 +28,7 @@ def _train(
         (train_dataloader, valid_dataloader),
     )
     home = sys.modules[__name__]
-    loop.fine_tune(
+    tuning.fine_tune(
         home, state, forward_step, loaders, end_of_epoch_callback, "interval time"
     )
 
@@ -42,4 +42,4 @@ def finetune(
     data, callback = train_valid_datasets_provider, end_of_epoch_callback_provider
     providers = data, model_provider, callback
     home = sys.modules[__name__]
-    loop.fine_tuned(home, providers, (), forward_step, _train)
+    tuning.fine_tuned(home, providers, (), forward_step, _train)

@@ -13,7 +13,7 @@ from megatron.training import (
     training_log,
 )
 from megatron.utils import calc_params_l2_norm
-from megatron_stubs import loop
+from megatron_stubs import tuning
 
 
 def _train(
@@ -33,7 +33,7 @@ def _train(
         (train_dataloader, valid_dataloader),
     )
     home = sys.modules[__name__]
-    loop.fine_tune(home, state, forward_step, loaders, end_of_epoch_callback)
+    tuning.fine_tune(home, state, forward_step, loaders, end_of_epoch_callback)
 
 
 def finetune(
@@ -47,4 +47,4 @@ def finetune(
     data, callback = train_valid_datasets_provider, end_of_epoch_callback_provider
     providers = data, model_provider, callback
     home = sys.modules[__name__]
-    loop.fine_tuned(home, providers, (model_type,), forward_step, _train)
+    tuning.fine_tuned(home, providers, (model_type,), forward_step, _train)
