@@ -99,7 +99,7 @@ def run(steps, forward, backward):
     finish()
 
 
-def pipelining(module, forward_step, backward_step, chunks, flags, tensors):
+def pipelining(module, forward_step, backward_step, chunks, flags, timers, tensors):
     """Run this rank's part of a step, by the functions of a stand-in.
 
     Args:
@@ -108,11 +108,12 @@ def pipelining(module, forward_step, backward_step, chunks, flags, tensors):
         backward_step: of what was received, sent, and the gradients received.
         chunks: their number.
         flags: whether to interleave, and to do forwards only.
+        timers: Megatron's.
         tensors: keywords for each tensor received, and for each sent; None if there is
             one that is no list.
     """
     interleaved, forward_only = flags
-    before, after = ([{}], [{}]) if tensors is None else tensors
+    before, after = tensors or [[{"timers": timers}]] * 2
 
     def listed(value):
         return value if isinstance(value, list) else [value]
@@ -239,7 +240,8 @@ def scheduled(home, given, kind, turned=False, forward_more=(), backward_more=()
         tensors = _wanted(both, turned, given["timers"])
     flags = kind == "interleaved", forward_only
     module = home.p2p_communication
-    pipelining(module, forward, backward, len(model), flags, tensors)
+    timers = given["timers"]
+    pipelining(module, forward, backward, len(model), flags, timers, tensors)
     return store
 
 

@@ -59,12 +59,13 @@ def setup_model_and_optimizer(model_provider_func):
 
 
 def communicate(tensor_send_next, tensor_send_prev, recv_forward, recv_backward):
+    timers = get_timers()
     if tensor_send_next is not None:
-        runs.exchange(True, tensor_send_next)
+        runs.exchange(True, tensor_send_next, timers=timers)
     if tensor_send_prev is not None:
-        runs.exchange(False, tensor_send_prev)
-    from_prev = runs.exchange(True) if recv_forward else None
-    from_next = runs.exchange(False) if recv_backward else None
+        runs.exchange(False, tensor_send_prev, timers=timers)
+    from_prev = runs.exchange(True, timers=timers) if recv_forward else None
+    from_next = runs.exchange(False, timers=timers) if recv_backward else None
     return from_prev, from_next
 
 
