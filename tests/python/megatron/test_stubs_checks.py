@@ -30,7 +30,7 @@ def test_an_evaluation_keeps_nothing(stubs: StubPools, generation: str) -> None:
             assert end == 0
 
 
-@pytest.mark.parametrize("plugged", [False, True])
+@pytest.mark.parametrize("plugged", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("generation", "abcd")
 def test_embeddings_are_summed_once_in_each_step(
     stubs: StubPools, generation: str, plugged: bool

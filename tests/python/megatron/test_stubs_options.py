@@ -86,7 +86,9 @@ def test_messages_are_timed(stubs: StubPools, generation: str) -> None:
         assert "forward-recv" in last or "backward-send-forward-recv" in last
 
 
-@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    "kind", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("generation", "abcd")
 def test_a_kind_that_megatron_would_not_choose(
     stubs: StubPools, generation: str, kind: str

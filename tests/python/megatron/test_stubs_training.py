@@ -114,17 +114,18 @@ def test_an_encoder_and_a_decoder_on_two_ranks(
 
 
 @pytest.mark.parametrize("generation", "abcd")
+def test_fp16_with_a_pipeline(stubs: StubPools, generation: str) -> None:
+    _equal(stubs, generation, 2, [Case(2, 3, None, None, (("fp16", True),))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", "bcd")
 def test_half_precision_with_a_pipeline(stubs: StubPools, generation: str) -> None:
-    options = [(("fp16", True),)]
-    if generation != "a":
-        options.append((("bf16", True),))
+    fp16, bf16 = (("fp16", True),), (("bf16", True),)
+    # Buffers of gradients in fp32.
+    in_fp32 = (("accumulate_allreduce_grads_in_fp32", True),)
+    cases = [Case(2, 3, None, None, bf16), Case(2, 4, 2, None, fp16)]
     if generation in "cd":
-        # Buffers of gradients in fp32.
-        in_fp32 = ("accumulate_allreduce_grads_in_fp32", True)
-        options.append((("fp16", True), in_fp32))
-    cases = [Case(2, 3, None, None, more) for more in options]
-    if generation != "a":
-        cases.append(Case(2, 4, 2, None, options[0]))
-    if generation in "cd":
-        cases.append(Case(2, 3, None, 1, options[0]))
+        cases.append(Case(2, 3, None, None, fp16 + in_fp32))
+        cases.append(Case(2, 3, None, 1, fp16))
     _equal(stubs, generation, 2, cases)
