@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -21,17 +22,17 @@ class FineTuning:
 
     def __init__(self, env: Environment) -> None:
         self._env = env
-        self._home: Any = env.package.modules["training"]
-        self._tasks: Any = env.package.modules["tasks"]
+        self._home = _Names(
+            env.package.modules["tasks"], env.package.modules["training"]
+        )
 
     def train(self, given: dict[str, Any]) -> None:
         """Train until the last epoch ends."""
         args, home = self._env.args(), self._home
         if self._env.microbatches() != 1:
+            # Megatron's words, which scripts may look for.
             raise AssertionError(
-                "finetuning with gradient accumulation doesn't currently work: "
-                f"expected one microbatch, but got {self._env.microbatches()} "
-                "(argument 'global_batch_size')"
+                "finetuning with gradient accumulation doesn't currently work"
             )
         model, loader = given["model"], given["train_dataloader"]
         for chunk in model if isinstance(model, list) else [model]:
@@ -104,9 +105,22 @@ class FineTuning:
         return bool(interval) and self._iteration % interval == 0
 
     def _save(self, given: dict[str, Any]) -> None:
-        self._tasks.save_checkpoint(
+        self._home.save_checkpoint(
             self._iteration, given["model"], given["optimizer"], _scheduler(given)
         )
+
+
+class _Names:
+    """Names as a module sees them that imported some of another's."""
+
+    def __init__(self, *modules: ModuleType) -> None:
+        self._modules = modules
+
+    def __getattr__(self, name: str) -> Any:
+        for module in self._modules:
+            if name in vars(module):
+                return vars(module)[name]
+        raise AttributeError(name)
 
 
 def _scheduler(given: dict[str, Any]) -> Any:

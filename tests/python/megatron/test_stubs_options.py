@@ -74,7 +74,6 @@ def test_forwards_and_backwards_are_timed(stubs: StubPools, generation: str) -> 
         assert {"forward-compute", "backward-compute", "optimizer"} <= names
 
 
-@pytest.mark.xfail(strict=True, reason="the plug does not time messages yet")
 @pytest.mark.parametrize("generation", "abcd")
 def test_messages_are_timed(stubs: StubPools, generation: str) -> None:
     more = (("timing_log_level", 2),) if generation == "d" else ()
