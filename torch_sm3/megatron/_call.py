@@ -10,7 +10,7 @@ import torch
 
 from torch_sm3.megatron._timing import timed
 from torch_sm3.megatron._user import user_step
-from torch_sm3.megatron.env import Environment, call_with
+from torch_sm3.megatron.env import Environment, call_with, chunks_of
 
 
 class Call(NamedTuple):
@@ -48,8 +48,7 @@ def read_call(env: Environment, given: Mapping[str, Any]) -> Call:
         env: the Megatron.
         given: arguments by name.
     """
-    model = given["model"]
-    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    chunks = chunks_of(given["model"])
     data = given["data_iterator"]
     # The only batch of a fine-tuning step may be a list, too.
     many = isinstance(data, (list, tuple)) and (

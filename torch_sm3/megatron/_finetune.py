@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_sm3.megatron._timing import start
-from torch_sm3.megatron.env import Environment
+from torch_sm3.megatron.env import Environment, chunks_of, scheduler_of
 
 
 class FineTuning:
@@ -35,7 +35,7 @@ class FineTuning:
                 "finetuning with gradient accumulation doesn't currently work"
             )
         model, loader = given["model"], given["train_dataloader"]
-        for chunk in model if isinstance(model, list) else [model]:
+        for chunk in chunks_of(model):
             chunk.train()
         old = self._env.package.generation == "A"
         start(self._env.timers(), "interval time" if old else "interval-time")
@@ -58,7 +58,7 @@ class FineTuning:
         """Train on a batch, and do what is due after it."""
         args, home = self._env.args(), self._home
         model, optimizer = given["model"], given["optimizer"]
-        scheduler = _scheduler(given)
+        scheduler = scheduler_of(given)
         losses, skipped, *norms = home.train_step(
             given["forward_step"], batch, model, optimizer, scheduler
         )
@@ -106,7 +106,7 @@ class FineTuning:
 
     def _save(self, given: dict[str, Any]) -> None:
         self._home.save_checkpoint(
-            self._iteration, given["model"], given["optimizer"], _scheduler(given)
+            self._iteration, given["model"], given["optimizer"], scheduler_of(given)
         )
 
 
@@ -121,7 +121,3 @@ class _Names:
             if name in vars(module):
                 return vars(module)[name]
         raise AttributeError(name)
-
-
-def _scheduler(given: dict[str, Any]) -> Any:
-    return given.get("lr_scheduler") or given["opt_param_scheduler"]

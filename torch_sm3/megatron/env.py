@@ -63,10 +63,9 @@ class Environment:
         get = getattr(
             self.state, "get_virtual_pipeline_model_parallel_world_size", None
         )
-        size = None if get is None else get()
-        if size is None and get is None:
-            size = getattr(self.args(), "virtual_pipeline_model_parallel_size", None)
-        return size
+        if get is not None:
+            return get()
+        return getattr(self.args(), "virtual_pipeline_model_parallel_size", None)
 
     def pipeline_group(self) -> dist.ProcessGroup | None:
         """Return the ranks of this rank's pipeline; None without a process group."""
@@ -139,10 +138,19 @@ def _is_wrapper(model: Any) -> bool:
     return [name for name, _ in model.named_children()] == ["module"]
 
 
+def chunks_of(model: Any) -> list[Any]:
+    """Return the chunks of a model, which is one itself where there are no others."""
+    return list(model) if isinstance(model, (list, tuple)) else [model]
+
+
+def scheduler_of(given: Mapping[str, Any]) -> Any:
+    """Return the scheduler among arguments of the loop, by either of its names."""
+    return given.get("lr_scheduler") or given["opt_param_scheduler"]
+
+
 def device_of(model: Any) -> torch.device:
     """Return the device of a model or of its chunks."""
-    chunks = model if isinstance(model, (list, tuple)) else [model]
-    for chunk in chunks:
+    for chunk in chunks_of(model):
         for parameter in chunk.parameters():
             return parameter.device
     return torch.device("cpu")

@@ -153,7 +153,7 @@ def install(
             flags ``--sm3-…``; also ``tp_exact``, False to take the parts of
             tensor-parallel parameters as parameters of their own.
         pipeline_args: arguments of :class:`~torch_sm3.pipeline.PipelineRunner`.
-        post_validate: step before the norm of all ranks is known.
+        post_validate: refused; reserved for steps before the norm is known.
         strict_log: log as Megatron does, without averages that are not positive.
 
     Returns:
@@ -178,6 +178,11 @@ def install(
         raise RuntimeError(
             "install: expected no installation, but got one of generation "
             f"{_current.generation}; call restore() first"
+        )
+    if post_validate:
+        raise NotImplementedError(
+            "install: expected post_validate=False, since Megatron's wrappers step "
+            "once the norm is known, but got True (argument 'post_validate')"
         )
     schedule = _read(schedule)
     _check(schedule, reduction)

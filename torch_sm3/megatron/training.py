@@ -17,7 +17,14 @@ from torch_sm3.megatron import _old_gradients
 from torch_sm3.megatron._finetune import FineTuning
 from torch_sm3.megatron._log import Log
 from torch_sm3.megatron._timing import start, timed
-from torch_sm3.megatron.env import Environment, call_with, device_of, unwrapped
+from torch_sm3.megatron.env import (
+    Environment,
+    call_with,
+    chunks_of,
+    device_of,
+    scheduler_of,
+    unwrapped,
+)
 from torch_sm3.megatron.schedules import Schedules
 
 _NAMES = ("train_step", "train", "evaluate", "training_log")
@@ -66,7 +73,7 @@ class OldLoop:
         """Do one step of all ranks."""
         args, timers = self._env.args(), self._env.timers()
         model, optimizer = given["model"], given["optimizer"]
-        chunks = model if isinstance(model, list) else [model]
+        chunks = chunks_of(model)
         _old_gradients.clear(args, chunks, optimizer)
         barrier = getattr(args, "barrier_with_L1_time", False)
         levels = self._env.package.at_least("D2")
@@ -83,8 +90,7 @@ class OldLoop:
             _old_gradients.gather(self._env, optimizer)
         self._vision(model, "update_momentum")
         if success:
-            scheduler = given.get("lr_scheduler") or given["opt_param_scheduler"]
-            scheduler.step(increment=self._samples(args.data_parallel_size))
+            scheduler_of(given).step(increment=self._samples(args.data_parallel_size))
         self._empty_cache(2)
         last = self._env.rank == self._env.stages - 1
         return (_averaged(losses) if last else {}), int(not success), *norms
@@ -148,7 +154,7 @@ class OldLoop:
         """Average the losses of some batches without training."""
         env, home = self._env, self._home
         args, model = env.args(), given["model"]
-        chunks = model if isinstance(model, list) else [model]
+        chunks = chunks_of(model)
         if getattr(args, "vision_pretraining_type", None) == "dino" and (
             args.vision_pretraining
         ):
@@ -183,9 +189,9 @@ class OldLoop:
         env, home = self._env, self._home
         args, timers = env.args(), env.timers()
         model, optimizer = given["model"], given["optimizer"]
-        scheduler = given.get("lr_scheduler") or given["opt_param_scheduler"]
+        scheduler = scheduler_of(given)
         home.write_args_to_tensorboard()
-        for chunk in model if isinstance(model, list) else [model]:
+        for chunk in chunks_of(model):
             chunk.train()
         interval = "interval time" if self._old else "interval-time"
         start(timers, interval, 0, barrier=True)
